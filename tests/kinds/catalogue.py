@@ -66,7 +66,7 @@ class Kind:
         return _runs(self, torch.device(device), quantised_on)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reason(kind: Kind, device: torch.device) -> str | None:
     place = "cpu" if device.type == "cpu" else "accelerator"
     if place not in kind.quantised_on:
@@ -74,7 +74,7 @@ def _reason(kind: Kind, device: torch.device) -> str | None:
     return _missing(kind.needs) or _trial(lambda: kind.build(device))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _runs(kind: Kind, device: torch.device, quantised_on: Place) -> str | None:
     def forward() -> None:
         model, example = kind.resident(device, quantised_on=quantised_on)

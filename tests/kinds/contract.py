@@ -88,7 +88,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return ".".join(part for part in (path, name) if part)
 
 
 def leaves(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,7 +130,7 @@ def _leaf(tensor: torch.Tensor) -> Leaf:
 
 def _tensor_print(kind: str, tensor: torch.Tensor) -> Print:
     inner = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
-    attributes = {k: describe(v) for k, v in vars(tensor).items() if k not in inner}
+    attributes = {k: describe(v) for k, v in vars(tensor).items() if k not in inner and k != "_is_param"}
     return Print(
         kind=kind,
         python_class=type(tensor).__qualname__,

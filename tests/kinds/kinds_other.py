@@ -121,9 +121,9 @@ def _dtensor(name: str, shard: bool) -> Kind:
 def kinds() -> Iterator[Kind]:
     """Yield the kinds of bitsandbytes, GGUF and DTensor."""
     half = torch.bfloat16
-    yield _bitsandbytes("nf4", partial(_bnb_4bit, quant_type="nf4", double=False), half)
-    yield _bitsandbytes("nf4-double", partial(_bnb_4bit, quant_type="nf4", double=True), half)
-    yield _bitsandbytes("fp4", partial(_bnb_4bit, quant_type="fp4", double=False), half)
+    yield _bitsandbytes("nf4", partial(_bnb_4bit, quant_type="nf4", double=False), half, "state")
+    yield _bitsandbytes("nf4-double", partial(_bnb_4bit, quant_type="nf4", double=True), half, "state")
+    yield _bitsandbytes("fp4", partial(_bnb_4bit, quant_type="fp4", double=False), half, "state")
     yield _bitsandbytes("int8", partial(_bnb_8bit, threshold=0.0), torch.float16, "state")
     yield _bitsandbytes("int8-outliers", partial(_bnb_8bit, threshold=3.0), torch.float16, "state")
     for quant_type in ("Q8_0", "Q4_0", "Q5_1", "BF16"):

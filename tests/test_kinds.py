@@ -1,0 +1,336 @@
+"""The catalogue itself: kinds build the same bytes twice, run, flatten and unflatten; the contract sees planted faults.
+
+All of this runs on the CPU. A test of a fault breaks one thing by hand and asks that exactly this is reported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kinds import KINDS, Kind, contract, own, repack
+from kinds.models import Interrupted, Stack, build_stack
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+ALWAYS = [name for name, kind in KINDS.items() if kind.library in ("torch", "own") and "mesh" not in kind.tags]
+"""Kinds that need nothing but torch: for them a reason is a failure, not a skip."""
+
+EXPECTED = {
+    "torchao": ["torchao-nf4"],
+    "optimum": [f"quanto-{name}" for name in ("qint8", "qint4", "qint2", "qfloat8", "qint4-tinygemm")],
+    "bitsandbytes": ["bnb-nf4", "bnb-nf4-double", "bnb-int8"],
+    "gguf": ["gguf-q8_0", "gguf-q4_0"],
+}
+"""Kinds that every supported release of an installed library can build on the CPU."""
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found = KINDS[request.param]
+    if reason := found.reason():
+        pytest.skip(reason)
+    return found
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor) for _, name, tensor in contract.named_tensors(model))
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_torch_alone_is_enough(name: str) -> None:
+    assert KINDS[name].reason() is None
+
+
+@pytest.mark.parametrize(("library", "names"), EXPECTED.items(), ids=EXPECTED)
+def test_an_installed_library_has_its_kinds(library: str, names: list[str]) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    assert {name: KINDS[name].reason() for name in names} == dict.fromkeys(names)
+
+
+def test_two_builds_are_the_same(kind: Kind) -> None:
+    (first, x), (second, y) = kind.build(), kind.build()
+    assert contract.diff(contract.fingerprint(first), contract.fingerprint(second)) == []
+    assert contract.tied_names(first) == contract.tied_names(second)
+    assert torch.equal(x, y)
+    assert contract.leaves_off(first, "cpu") == []
+
+
+def test_another_seed_is_another_model(kind: Kind) -> None:
+    (first, _), (second, _) = kind.build(seed=0), kind.build(seed=1)
+    assert contract.diff(contract.fingerprint(first), contract.fingerprint(second)) != []
+
+
+def test_forward_is_repeatable(kind: Kind) -> None:
+    if reason := kind.runs():
+        pytest.skip(reason)
+    (first, x), (second, _) = kind.build(), kind.build()
+    with torch.no_grad():
+        for _ in range(2):
+            one, two = first(x), second(x)
+            assert torch.isfinite(one).all()
+            assert torch.equal(one, two)
+    if not kind.tags & {"buffers", "mesh"}:
+        with torch.no_grad():
+            assert torch.equal(one, first(x))
+
+
+def test_forward_reads_without_writing(kind: Kind) -> None:
+    if kind.runs() or kind.tags & {"buffers", "state"}:
+        pytest.skip("does not run here, or its forward changes tensors by design")
+    model, x = kind.build()
+    before = contract.fingerprint(model)
+    with torch.no_grad():
+        model(x)
+    assert contract.diff(before, contract.fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("name", ["plain-changing-buffers", "plain-batch-norm"])
+def test_changing_buffers_change_and_matter(name: str) -> None:
+    model, x = KINDS[name].build()
+    before = contract.fingerprint(model)
+    with torch.no_grad():
+        first = model(x)
+        changed = contract.diff(before, contract.fingerprint(model))
+        assert {line.split(":")[0].split(".")[1] for line in changed} == {"0", "1", "2", "3"}
+        assert not torch.equal(first, model(x))
+
+
+def test_flatten_and_unflatten(kind: Kind) -> None:
+    if "wrapper" not in kind.tags:
+        pytest.skip("holds no wrapper subclass")
+    model, _ = kind.build()
+    wrappers = [(name, t) for name, t in tensors(model) if is_traceable_wrapper_subclass(t)]
+    assert wrappers
+    for name, tensor in wrappers:
+        names, context = tensor.__tensor_flatten__()
+        inner = {key: getattr(tensor, key) for key in names}
+        made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        ours, theirs = ({p: t for p, t in contract.leaves(x)} for x in (tensor, made))
+        assert type(made) is type(tensor), name
+        assert (made.dtype, made.shape, made.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        for path in ours.keys() & theirs.keys():
+            assert contract.read_bytes(ours[path]) == contract.read_bytes(theirs[path]), (name, path)
+
+
+def test_every_byte_matters() -> None:
+    """Changing any one tensor of the base model changes its output, so a stale one cannot hide."""
+    model, x = build_stack()
+    with torch.no_grad():
+        right = model(x)
+        for name, tensor in tensors(model):
+            kept = tensor.clone()
+            tensor.reshape(-1)[0] += 1
+            assert not torch.equal(model(x), right), name
+            tensor.copy_(kept)
+        assert torch.equal(model(x), right)
+
+
+def test_fail_at_raises_half_way() -> None:
+    model, x = build_stack()
+    model.fail_at = 2
+    assert model.fail_at == 2
+    with pytest.raises(Interrupted), torch.no_grad():
+        model(x)
+    model.fail_at = None
+    with torch.no_grad():
+        assert torch.isfinite(model(x)).all()
+
+
+def test_plan_orders_the_blocks() -> None:
+    model, x = build_stack()
+    seen: list[int] = []
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: seen.append(index))
+    for plan in ([0, 2], [3, 2, 1, 0], [1, 1, 3]):
+        model.plan, seen[:] = plan, []
+        with torch.no_grad():
+            model(x)
+        assert seen == plan
+
+
+@pytest.mark.parametrize(
+    "name", ["plain-tied-in-block", "plain-tied-neighbours", "plain-tied-root", "plain-tied-buffers"]
+)
+def test_ties_hold(name: str) -> None:
+    assert contract.tied_names(KINDS[name].build()[0])
+
+
+def test_strides_are_what_they_say() -> None:
+    strided = KINDS["plain-strided"].build()[0].blocks[0]
+    assert strided.mix.weight.stride() == (1, 64)
+    assert strided.up.weight.stride() == (128, 2)
+    assert strided.down.weight.storage_offset() == 17
+    assert KINDS["plain-expanded"].build()[0].blocks[0].wide.stride() == (0, 1)
+    conv = KINDS["plain-channels-last"].build()[0].blocks[0].conv.weight
+    assert conv.is_contiguous(memory_format=torch.channels_last) and not conv.is_contiguous()
+
+
+@pytest.mark.parametrize("operation", ["cpu", "pin_memory", "is_pinned", "clone"])
+def test_bare_has_no_such_operation(operation: str) -> None:
+    weight = KINDS["own-bare"].build()[0].proj_in.weight
+    if operation == "cpu":  # already there, so torch answers by itself; the copy is what is missing
+        with pytest.raises(NotImplementedError):
+            weight.to(torch.float64)
+    else:
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            getattr(weight, operation)()
+
+
+@pytest.mark.parametrize("wrapper", [repack.HostNibbles, repack.SwizzledNibbles, repack.HostOnlyNibbles])
+def test_packings_hold_the_same_codes(wrapper: type[repack._Nibbles]) -> None:
+    codes = torch.randint(0, 16, (8, 6), dtype=torch.uint8)
+    assert torch.equal(repack.unpack_rows(repack.pack_rows(codes)), codes)
+    assert torch.equal(repack.unpack_tiles(repack.pack_tiles(codes)), codes)
+    assert repack.pack_rows(codes).numel() == repack.pack_tiles(codes).numel()
+    scale, low = torch.rand(8, 1) + 0.5, torch.rand(8, 1)
+    device_side = repack.DeviceNibbles.pack(codes, scale, low)
+    assert torch.equal(wrapper.pack(codes, scale, low).dequantise(), device_side.dequantise())
+
+
+def test_refusals_are_clear() -> None:
+    weight = torch.randn(8, 8)
+    with pytest.raises(NotImplementedError, match="cannot move to meta"):
+        repack.HostOnlyNibbles.quantise(weight).to("meta")
+    assert repack.HostNibbles.quantise(weight).to("meta").__class__ is repack.DeviceNibbles
+    with pytest.raises(NotImplementedError, match="cannot move to cpu"):
+        repack.DeviceOnlyNibbles.quantise(weight)._cross(torch.device("cpu"))
+
+
+def planted(name: str = "own-three-deep") -> tuple[nn.Module, contract.Fingerprint]:
+    model, _ = KINDS[name].build()
+    return model, contract.fingerprint(model)
+
+
+def faults(model: nn.Module, before: contract.Fingerprint) -> list[str]:
+    return contract.diff(before, contract.fingerprint(model))
+
+
+def test_no_fault_is_no_difference() -> None:
+    assert faults(*planted()) == []
+
+
+def test_a_changed_byte_is_seen() -> None:
+    model, before = planted()
+    model.blocks[1].down.weight.nested.inside.qdata[3, 5] += 1
+    (found,) = faults(model, before)
+    assert found.startswith("blocks.1.down.weight: leaf nested.inside.qdata: 1 bytes differ")
+
+
+def test_a_lost_attribute_is_seen() -> None:
+    model, before = planted("own-attributes")
+    del model.proj_in.weight.quant_type
+    model.proj_out.weight.history.append("later")
+    assert [line.split(" was")[0] for line in faults(model, before)] == [
+        "proj_in.weight: attribute quant_type",
+        "proj_out.weight: attribute history",
+    ]
+
+
+def test_a_lost_parameter_type_is_seen() -> None:
+    model, before = planted("own-movable")
+    plain = model.proj_in.weight.detach()
+    plain.__dict__.update(
+        {k: v for k, v in vars(model.proj_in.weight).items() if k not in ("qdata", "scale", "_is_param")}
+    )
+    model.proj_in._parameters["weight"] = plain
+    assert faults(model, before) == ["proj_in.weight: is_parameter was True, is False"]
+
+
+def test_other_strides_and_requires_grad_are_seen() -> None:
+    model, before = planted("plain-strided")
+    block = model.blocks[0]
+    block.mix.weight.data = block.mix.weight.data.contiguous()
+    block.up.weight.requires_grad_(True)
+    found = faults(model, before)
+    assert "blocks.0.up.weight: requires_grad was False, is True" in found
+    assert any(line.startswith("blocks.0.mix.weight: strides") for line in found)
+
+
+def test_a_stale_outer_device_is_seen() -> None:
+    model, before = planted("own-movable")
+    weight = model.blocks[2].up.weight
+    weight.qdata = weight.qdata.to("meta")
+    found = contract.leaves_off(model, "cpu")
+    assert "blocks.2.up.weight says cpu, but its qdata is on meta" in found
+    assert "blocks.2.up.weight.qdata is on meta" in found
+    weight.scale = weight.scale.to("meta")
+    assert len(contract.leaves_off(model, "meta")) > len(contract.leaves_off(model, "cpu"))
+
+
+def test_a_leaf_outside_the_flattened_names_is_seen() -> None:
+    weight = repack.DeviceNibbles.pack(torch.zeros(8, 8, dtype=torch.uint8), torch.ones(8, 1), torch.ones(8, 1))
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(weight, requires_grad=False)
+    model.weight._workspace = torch.zeros(4, device="meta")
+    assert contract.leaves_off(model, "cpu") == ["weight._workspace is on meta"]
+
+
+def test_module_state_is_seen() -> None:
+    class State:
+        def __init__(self) -> None:
+            self.held = torch.arange(3)
+
+    model = nn.Linear(2, 2)
+    model.state = State()
+    before = contract.fingerprint(model)
+    model.state.held[0] = 7
+    assert faults(model, before) == [":state: leaf state.held: 1 bytes differ, the first at byte 0"]
+    model.state.held = model.state.held.to("meta")
+    assert contract.leaves_off(model, "cpu") == ["state.held is on meta"]
+
+
+def test_a_broken_tie_and_identity_are_seen() -> None:
+    model, _ = KINDS["plain-tied-root"].build()
+    ties, ids = contract.tied_names(model), contract.snapshot_ids(model)
+    model.proj_in.weight = nn.Parameter(model.proj_in.weight.detach())
+    assert contract.tied_names(model) != ties
+    now = contract.snapshot_ids(model)
+    assert [name for name in ids if ids[name] != now[name]] == ["proj_in.weight"]
+
+
+def test_state_dicts_compare_by_bytes() -> None:
+    (first, _), (second, _) = KINDS["own-nested"].build(), KINDS["own-nested"].build()
+    assert contract.same_state_dict_bytes(first.state_dict(), second.state_dict()) == []
+    second.proj_out.weight.row_shift[0] = 9
+    (found,) = contract.same_state_dict_bytes(first.state_dict(), second.state_dict())
+    assert found.startswith("proj_out.weight.row_shift: ")
+    lacking = dict(second.state_dict())
+    del lacking["loose"]
+    assert "only in the first: loose" in contract.same_state_dict_bytes(first.state_dict(), lacking)
+
+
+def test_bloat_is_seen() -> None:
+    model, _ = build_stack(Stack)
+    size = contract.saved_size(model)
+    slab = torch.zeros(1 << 20)
+    view = slab[: model.loose.numel()].copy_(model.loose.detach())
+    model.loose.data = view
+    assert contract.saved_size(model) > size + slab.nbytes // 2
+
+
+def test_persistence_reports_refusals_as_text() -> None:
+    bare = contract.persistence(KINDS["own-bare"].build()[0])
+    assert bare["deepcopy"].startswith("NotImplementedError")
+    movable = contract.persistence(KINDS["own-movable"].build()[0])
+    assert not any(isinstance(value, str) for value in movable.values())
+    assert movable == contract.persistence(KINDS["own-movable"].build()[0])
+
+
+def test_reason_names_what_is_missing() -> None:
+    def never(device: object, seed: int) -> tuple[nn.Module, torch.Tensor]:
+        raise AssertionError("built although a module is missing")
+
+    missing = Kind("x", "x", never, needs=("no_such_module_here",))
+    assert (missing.reason() or "").startswith("import no_such_module_here: ModuleNotFoundError")
+    assert KINDS["own-host-only"].reason("meta") == "not made on the accelerator"
+    assert "no CPU kernel" in (KINDS["own-device-only"].runs() or "")
+
+
+def test_own_wrappers_close_to_the_dense_weight() -> None:
+    weight = torch.randn(48, 64)
+    for wrapper, bound in ((own.Movable, 0.02), (own.Nested, 0.02), (own.Deep, 0.05), (repack.HostNibbles, 0.4)):
+        assert (wrapper.quantise(weight).dequantise() - weight).abs().max() < bound
