@@ -1,0 +1,82 @@
+"""What runs at import: patch the target if it is loaded, else wait for it.
+
+Only `sys` is used here, because this may run in every interpreter of the machine (`sitecustomize`), most of which never
+load diffusers. Importing wrapt alone would cost such an interpreter about 80 ms.
+"""
+
+import sys
+
+TARGET = "diffusers.hooks.group_offloading"
+
+
+class TargetFinder:
+    """A finder that lets the other finders find the target, and adds one step to its loading."""
+
+    def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
+        if fullname != TARGET:
+            return None
+        for finder in list(sys.meta_path):
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None and not isinstance(spec.loader, TargetLoader):
+                    spec.loader = TargetLoader(spec.loader)  # type: ignore
+                return spec
+        return None
+
+
+class TargetLoader:
+    """The target's own loader, with `target_loaded` called after the module has run."""
+
+    def __init__(self, loader):  # type: ignore[no-untyped-def]
+        self.loader = loader
+
+    def __getattr__(self, name):  # type: ignore[no-untyped-def]
+        if name == "loader":  # asked before __init__ has run, by copy or pickle
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def create_module(self, spec):  # type: ignore[no-untyped-def]
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):  # type: ignore[no-untyped-def]
+        # The module keeps its real loader: inspect, pkgutil and importlib.resources look at its type.
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        if sys.modules.get(TARGET) is module:
+            from diffusers_offload_fix import activation
+
+            activation.target_loaded(sys.modules[TARGET])
+
+
+_finder = TargetFinder()
+
+
+def arm() -> None:
+    """Have the target patched when it is imported or reloaded. Twice is once."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def disarm() -> None:
+    """Stop waiting for the target."""
+    while _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+def is_armed() -> bool:
+    return _finder in sys.meta_path
+
+
+def begin() -> None:
+    """The automatic door: arm, and patch a target that is already loaded."""
+    from diffusers_offload_fix import switches
+
+    if switches.is_off():
+        return
+    arm()
+    if TARGET in sys.modules:
+        from diffusers_offload_fix import activation
+
+        activation.target_found()
