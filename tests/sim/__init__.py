@@ -10,6 +10,7 @@ import threading
 import time
 
 import torch
+from torch.utils import backend_registration
 
 from . import build, device
 from .shim import xpu_shim
@@ -41,12 +42,12 @@ def load() -> None:
     with _lock:
         if _loaded:
             return
-        torch.ops.load_library(str(build.library()))
-        torch.utils.rename_privateuse1_backend("npu")
-        torch._register_device_module("npu", device)
-        torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
-        # torch's backward threads drop their last Python object just after backward() returns; if the interpreter ends at
-        # that moment they abort the process. Letting go of the GIL once lets them finish.
+        torch.ops.load_library(str(build.library()))  # type: ignore[no-untyped-call]
+        backend_registration.rename_privateuse1_backend("npu")
+        torch._register_device_module("npu", device)  # type: ignore[no-untyped-call]
+        backend_registration.generate_methods_for_privateuse1_backend()
+        # torch's backward threads drop their last Python object just after backward() returns; an interpreter that
+        # ends at that moment aborts. Letting go of the GIL once lets them finish.
         atexit.register(time.sleep, 0.02)
         _loaded = True
 

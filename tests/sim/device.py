@@ -42,7 +42,7 @@ def set_device(which: DeviceLike) -> None:
     torch.ops.sim_npu.set_device(_index(which))
 
 
-class device(contextlib.ContextDecorator):  # noqa: N801 (the name that torch.cuda has)
+class device(contextlib.ContextDecorator):
     """Makes a device the current one of this thread."""
 
     def __init__(self, which: DeviceLike) -> None:
@@ -89,7 +89,7 @@ def set_stream(to: torch.Stream | None) -> None:
         torch.accelerator.set_stream(to)
 
 
-class stream:  # noqa: N801 (the name that torch.cuda has)
+class stream:
     """Runs its body on a stream, of whatever device; None changes nothing."""
 
     def __init__(self, to: torch.Stream | None) -> None:

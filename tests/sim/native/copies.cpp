@@ -24,8 +24,13 @@ at::Tensor bare_view(const at::Tensor& tensor) {
   return cpu_alias(tensor, c10::Storage(std::move(bare)));
 }
 
+bool alike(const at::Tensor& src, const at::Tensor& dst) {
+  return src.scalar_type() == dst.scalar_type() && src.sizes().equals(dst.sizes()) && src.is_conj() == dst.is_conj() &&
+         src.is_neg() == dst.is_neg();
+}
+
 bool same_bytes(const at::Tensor& src, const at::Tensor& dst) {
-  if (src.scalar_type() != dst.scalar_type() || !src.sizes().equals(dst.sizes())) return false;
+  if (!alike(src, dst)) return false;
   if (src.is_contiguous() && dst.is_contiguous()) return true;
   return src.strides().equals(dst.strides()) && src.is_non_overlapping_and_dense();
 }
@@ -109,7 +114,7 @@ at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool non_bloc
   int stream = current_stream_index(device.device().index());
   count_copy(src, dst, pinned);
   // Anything that needs a conversion or a gather on the host goes through a pageable temporary, as on CUDA.
-  bool plain = src.scalar_type() == dst.scalar_type() && src.sizes().equals(dst.sizes()) && host.is_non_overlapping_and_dense();
+  bool plain = alike(src, dst) && host.is_non_overlapping_and_dense();
   if (non_blocking && pinned && plain) {
     copy_later(src, dst, stream);
     return dst;

@@ -17,6 +17,8 @@ at::Tensor cpu_alias(const at::Tensor& tensor, const c10::Storage& storage) {
                                                         tensor.dtype());
   alias.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
   alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  alias._set_conj(tensor.is_conj());
+  alias._set_neg(tensor.is_neg());
   return alias;
 }
 
@@ -258,6 +260,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("scaled_dot_product_attention", &attention);
+  // torch has a decomposition of these that a backend gets unless it says otherwise; its last bit differs from the CPU's.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("scaled_dot_product_attention", &attention); }
 

@@ -1,7 +1,7 @@
 // The few operations that a backend must have natively: making, viewing, resizing and reading tensors.
 #include "sim.h"
 
-#include <ATen/native/Resize.h>
+#include <ATen/autocast_mode.h>
 
 namespace sim {
 
@@ -150,6 +150,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("_has_compatible_shallow_copy_type", &may_shallow_copy);
 }
+// torch.autocast("npu"): the matrix products that matter, everything else as it is.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
+}
+// The copy itself looks at these bits: resolving them first would copy, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, CPU, m) { m.impl("_has_compatible_shallow_copy_type", &may_shallow_copy); }
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) { m.impl("_has_compatible_shallow_copy_type", &may_shallow_copy); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", &may_shallow_copy); }
