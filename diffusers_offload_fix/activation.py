@@ -32,7 +32,8 @@ def activate() -> None:
     if switches.mode() == "0":
         logger.warning("not activated: %s=0", switches.MODE)
         return
-    switches.check_skipped(_valid_names(all_fixes()))
+    if switches.skipped():
+        switches.check_skipped(_valid_names(all_fixes()))
     _startup.arm()
     target_found()
 

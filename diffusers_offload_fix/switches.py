@@ -1,7 +1,5 @@
 """The two environment variables that steer the plugin. Read on every question, so a change takes effect at once."""
 
-from __future__ import annotations
-
 import os
 
 MODE = "DIFFUSERS_OFFLOAD_FIX"

@@ -6,6 +6,7 @@ A bug is added or retired by adding or removing one file. Files whose name start
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Callable
@@ -46,7 +47,9 @@ class Fix:
 
 
 def all_fixes() -> tuple[Fix, ...]:
-    """Every fix, in the order of its id: G3, G11, Q1, Q2, Q10."""
+    """Every fix, in the order of its id: G3, G11, Q1, Q2, Q10. None without torch, where nothing can be offloaded."""
+    if importlib.util.find_spec("torch") is None:
+        return ()
     names = [item.name for item in pkgutil.iter_modules(__path__) if not item.name.startswith("_")]
     fixes = [importlib.import_module(f"{__name__}.{name}").FIX for name in names]
     return tuple(sorted(fixes, key=_order))
