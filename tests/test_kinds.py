@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from kinds import KINDS, Kind, contract, own, repack
 from kinds.models import Interrupted, Stack, build_stack
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,12 +30,36 @@ EXPECTED = {
 """Kinds that every supported release of an installed library can build on the CPU."""
 
 
+TORCHAO = {
+    ">=0.15": [
+        "int8wo",
+        "int8dq",
+        "float8wo",
+        "float8dq-row-by-hand",
+        "float8dq-tensor-by-hand",
+        "intx-int8",
+        "intx-int4",
+        "mxfp8",
+        "nvfp4wo",
+    ],
+    ">=0.16": ["int8wo-smooth", "int8dq-smooth"],
+    "<0.18": ["int8wo-v1", "int8dq-v1"],
+    "<0.16": ["float8wo-v1", "int4-cpu-v1"],
+    "<0.17": ["uint4", "int4dq-v1"],
+}
+"""What each release of torchao must be able to build on the CPU, so that a renamed config is no silent skip."""
+
+
 @pytest.fixture(params=sorted(KINDS))
 def kind(request: pytest.FixtureRequest) -> Kind:
     found = KINDS[request.param]
     if reason := found.reason():
         pytest.skip(reason)
     return found
+
+
+def _within(releases: str) -> list[Version]:
+    return [v for minor in range(9, 40) if (v := Version(f"0.{minor}")) in SpecifierSet(releases)]
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,6 +76,14 @@ def test_an_installed_library_has_its_kinds(library: str, names: list[str]) -> N
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     assert {name: KINDS[name].reason() for name in names} == dict.fromkeys(names)
+
+
+@pytest.mark.parametrize(("releases", "names"), TORCHAO.items(), ids=TORCHAO)
+def test_a_release_of_torchao_has_its_kinds(releases: str, names: list[str]) -> None:
+    torchao = pytest.importorskip("torchao")
+    if Version(torchao.__version__).release[:2] not in [v.release[:2] for v in _within(releases)]:
+        pytest.skip(f"about torchao {releases}")
+    assert {name: KINDS[f"torchao-{name}"].reason() for name in names} == dict.fromkeys(names)
 
 
 def test_two_builds_are_the_same(kind: Kind) -> None:
@@ -73,7 +108,7 @@ def test_forward_is_repeatable(kind: Kind) -> None:
             one, two = first(x), second(x)
             assert torch.isfinite(one).all()
             assert torch.equal(one, two)
-    if not kind.tags & {"buffers", "mesh"}:
+    if "buffers" not in kind.tags:
         with torch.no_grad():
             assert torch.equal(one, first(x))
 
@@ -109,7 +144,7 @@ def test_flatten_and_unflatten(kind: Kind) -> None:
         names, context = tensor.__tensor_flatten__()
         inner = {key: getattr(tensor, key) for key in names}
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-        ours, theirs = ({p: t for p, t in contract.leaves(x)} for x in (tensor, made))
+        ours, theirs = (dict(contract.leaves(x)) for x in (tensor, made))
         assert type(made) is type(tensor), name
         assert (made.dtype, made.shape, made.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
         for path in ours.keys() & theirs.keys():
@@ -200,7 +235,19 @@ def test_refusals_are_clear() -> None:
         repack.DeviceOnlyNibbles.quantise(weight)._cross(torch.device("cpu"))
 
 
-def planted(name: str = "own-three-deep") -> tuple[nn.Module, contract.Fingerprint]:
+@pytest.mark.parametrize("name", ["own-movable", "own-three-deep", "own-repack-class", "own-repack-bytes"])
+def test_an_in_place_write_counts_on_the_wrapper_only(name: str) -> None:
+    """Whoever asks `_version` whether a wrapper changed must ask the wrapper too, not only its leaves."""
+    (first, _), (second, _) = KINDS[name].build(seed=0), KINDS[name].build(seed=1)
+    weight = first.proj_in.weight
+    counts = {path: part._version for path, part in contract.walk(weight)}
+    first.load_state_dict(second.state_dict())
+    assert contract.same_state_dict_bytes(first.state_dict(), second.state_dict()) == []
+    now = {path: part._version for path, part in contract.walk(weight)}
+    assert [path for path in now if now[path] != counts[path]] == [""]
+
+
+def planted(name: str = "own-three-deep") -> tuple[Any, contract.Fingerprint]:
     model, _ = KINDS[name].build()
     return model, contract.fingerprint(model)
 
@@ -251,7 +298,7 @@ def test_other_strides_and_requires_grad_are_seen() -> None:
 
 
 def test_a_stale_outer_device_is_seen() -> None:
-    model, before = planted("own-movable")
+    model, _ = planted("own-movable")
     weight = model.blocks[2].up.weight
     weight.qdata = weight.qdata.to("meta")
     found = contract.leaves_off(model, "cpu")
@@ -263,7 +310,7 @@ def test_a_stale_outer_device_is_seen() -> None:
 
 def test_a_leaf_outside_the_flattened_names_is_seen() -> None:
     weight = repack.DeviceNibbles.pack(torch.zeros(8, 8, dtype=torch.uint8), torch.ones(8, 1), torch.ones(8, 1))
-    model = nn.Linear(8, 8, bias=False)
+    model: Any = nn.Linear(8, 8, bias=False)
     model.weight = nn.Parameter(weight, requires_grad=False)
     model.weight._workspace = torch.zeros(4, device="meta")
     assert contract.leaves_off(model, "cpu") == ["weight._workspace is on meta"]
@@ -274,7 +321,7 @@ def test_module_state_is_seen() -> None:
         def __init__(self) -> None:
             self.held = torch.arange(3)
 
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
     model.state = State()
     before = contract.fingerprint(model)
     model.state.held[0] = 7
@@ -321,7 +368,7 @@ def test_persistence_reports_refusals_as_text() -> None:
 
 
 def test_reason_names_what_is_missing() -> None:
-    def never(device: object, seed: int) -> tuple[nn.Module, torch.Tensor]:
+    def never(device: object, seed: int) -> tuple[Any, torch.Tensor]:
         raise AssertionError("built although a module is missing")
 
     missing = Kind("x", "x", never, needs=("no_such_module_here",))

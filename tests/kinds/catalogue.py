@@ -13,12 +13,11 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
-Built = tuple[nn.Module, torch.Tensor]
+Built = tuple[Any, torch.Tensor]
 Device = str | torch.device
 Place = Literal["cpu", "accelerator"]
 
@@ -32,7 +31,8 @@ class Kind:
     """One kind of tensor inside a model.
 
     Tags: `tied`, `buffers` (forward changes them), `strides`, `repack` (bytes or class depend on the device),
-    `refuses-accelerator`, `refuses-cpu` (the class's own `.to` raises), `rebuild` (no `.to` at all), `outside`
+    `refuses-accelerator`, `refuses-cpu` (the class's own `.to` raises), `refuses-in-forward` (it moves, but its
+    forward raises off the CPU), `rebuild` (no `.to` at all), `outside`
     (tensors outside parameters and buffers), `order` (made for changing `plan`), `state` (forward changes module
     state), `wrapper` (a traceable wrapper subclass).
     """

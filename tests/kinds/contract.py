@@ -129,7 +129,7 @@ def _leaf(tensor: torch.Tensor) -> Leaf:
 
 
 def _tensor_print(kind: str, tensor: torch.Tensor) -> Print:
-    inner = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
+    inner: list[str] = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
     attributes = {k: describe(v) for k, v in vars(tensor).items() if k not in inner and k != "_is_param"}
     return Print(
         kind=kind,

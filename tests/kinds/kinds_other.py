@@ -94,25 +94,35 @@ def _one_process() -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
 
+def _distribute(model: nn.Module, shard: bool) -> None:
+    """Turn parameters, buffers and the input into DTensors of a mesh of one; the output comes back plain."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    mesh = init_device_mesh("cpu", (1,))
+    placement = (Shard(0),) if shard else (Replicate(),)
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter.detach(), mesh, placement)
+            setattr(module, key, nn.Parameter(spread, requires_grad=False))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[key] = distribute_tensor(buffer, mesh, placement)
+
+    def wrap(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        # from_local would move the input to the mesh's device type, which is not where the weights are
+        x = args[0]
+        spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(x.shape, x.stride(), x.dtype))
+        return (DTensor(x, spec, requires_grad=False),)
+
+    model.register_forward_pre_hook(wrap)
+    model.register_forward_hook(lambda _, args, out: out.to_local())
+
+
 def _dtensor(name: str, shard: bool) -> Kind:
     def build(device: Device, seed: int) -> Built:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-        def distribute(model: nn.Module) -> None:
-            mesh = init_device_mesh("cpu", (1,))
-            placement = [Shard(0) if shard else Replicate()]
-            for module in model.modules():
-                for key, parameter in list(module.named_parameters(recurse=False)):
-                    spread = distribute_tensor(parameter.detach(), mesh, placement)
-                    setattr(module, key, nn.Parameter(spread, requires_grad=False))
-                for key, buffer in list(module.named_buffers(recurse=False)):
-                    module._buffers[key] = distribute_tensor(buffer, mesh, placement)
-            model.register_forward_pre_hook(lambda _, args: (distribute_tensor(args[0], mesh, [Replicate()]),))
-            model.register_forward_hook(lambda _, args, out: out.full_tensor())
-
         _one_process()
-        return build_stack(device=device, seed=seed, quantise=distribute)
+        return build_stack(device=device, seed=seed, quantise=partial(_distribute, shard=shard))
 
     tags = frozenset({"wrapper", "mesh"})
     return Kind(f"dtensor-{name}", "torch", build, ("cpu",), tags, ("torch.distributed.tensor",))

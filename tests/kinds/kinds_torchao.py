@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,12 +100,12 @@ def _int4_packing(packing: str, **options: Any) -> Any:
     return versioned("Int4WeightOnlyConfig", 2, group_size=32, int4_packing_format=chosen, **options)
 
 
-def _int4_layout(layout: str, **options: Any) -> Any:
+def _int4_layout(layout: str, group: int = 64, **options: Any) -> Any:
     made = find(layout, "torchao.dtypes")(**options)
     config = find("Int4WeightOnlyConfig")
     if "layout" not in inspect.signature(config).parameters:
         raise Unavailable(f"Int4WeightOnlyConfig of torchao {release()} takes no layout")
-    return versioned("Int4WeightOnlyConfig", 1, group_size=64, layout=made)
+    return versioned("Int4WeightOnlyConfig", 1, group_size=group, layout=made)
 
 
 def _intx(dtype: torch.dtype, group: int | None, packing: str | None = None) -> Any:
@@ -153,6 +154,27 @@ def _smooth(model: nn.Module) -> None:
         linear.weight.act_pre_scale = (0.5 + steps / 7).to(linear.weight.dtype).to(linear.weight.device)
 
 
+def _float8_by_hand(device: Device, seed: int, granularity: str) -> Built:
+    """Build float8 weights with dynamic activations as the config would; the config itself insists on a new GPU."""
+    place = f"{PACKING}.float8.float8_tensor"
+    tensor, kwargs = find("Float8Tensor", place), find("QuantizeTensorToFloat8Kwargs", place)
+    chosen = find(granularity)()
+    config = find("Float8MMConfig", "torchao.float8.inference")(use_fast_accum=True)
+
+    def quantise(model: nn.Module) -> None:
+        for linear in linears(model):
+            weight = tensor.from_hp(
+                linear.weight.detach(),
+                granularity=chosen,
+                mm_config=config,
+                act_quant_kwargs=kwargs(granularity=chosen),
+            )
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+
+    # a weight of 128 by 128 would pass for a block-scaled one
+    return build_stack(lambda: Stack(64), device, seed, torch.bfloat16, quantise=quantise)
+
+
 def _nf4(device: Device, seed: int) -> Built:
     places = ("torchao.quantization", "torchao.dtypes.nf4tensor", "torchao.dtypes")
     tensor = find("NF4Tensor", *places)
@@ -163,10 +185,6 @@ def _nf4(device: Device, seed: int) -> Built:
             linear.weight = nn.Parameter(weight, requires_grad=False)
 
     return build_stack(lambda: Stack(128), device, seed, torch.bfloat16, quantise=quantise)
-
-
-def _marlin() -> Any:
-    return _int4_layout("MarlinSparseLayout")
 
 
 def kinds() -> Iterator[Kind]:
@@ -181,17 +199,29 @@ def kinds() -> Iterator[Kind]:
     yield _torchao("int8wo-smooth", lambda: _int8(2, dynamic=False), after=_smooth)
     yield _torchao("float8wo-v1", lambda: versioned("Float8WeightOnlyConfig", 1))
     yield _torchao("float8wo", lambda: versioned("Float8WeightOnlyConfig", 2))
-    yield _torchao("float8dq-tensor", lambda: versioned("Float8DynamicActivationFloat8WeightConfig", 2))
+    yield _torchao("float8dq-tensor", lambda: versioned("Float8DynamicActivationFloat8WeightConfig", 2), width=256)
     yield _torchao(
         "float8dq-row",
         lambda: versioned("Float8DynamicActivationFloat8WeightConfig", 2, granularity=find("PerRow")()),
+        width=256,
     )
+    for granularity in ("PerTensor", "PerRow"):
+        yield Kind(
+            f"torchao-float8dq-{granularity.removeprefix('Per').lower()}-by-hand",
+            "torchao",
+            partial(_float8_by_hand, granularity=granularity),
+            tags=frozenset({"wrapper"}),
+            needs=(QUANTISATION,),
+        )
     for packing in ("plain", "plain_int32", "tile_packed_to_4d", "preshuffled", "marlin_sparse"):
         yield _torchao(f"int4-{packing.replace('_', '-')}", lambda packing=packing: _int4_packing(packing))
     yield _torchao("int4-tiled-v1", lambda: _int4_layout("TensorCoreTiledLayout", inner_k_tiles=8))
-    yield _torchao("int4-marlin-v1", _marlin, dtype=torch.float16)
+    yield _torchao(
+        "int4-marlin-v1", lambda: _int4_layout("MarlinSparseLayout", group=128), width=256, dtype=torch.float16
+    )
+    yield _torchao("int4dq-v1", lambda: find("Int8DynamicActivationInt4WeightConfig")(group_size=32))
     yield _torchao("int4-cpu-v1", lambda: _int4_layout("Int4CPULayout"), "refuses-accelerator")
-    yield _torchao("int4-opaque", _opaque, "refuses-accelerator")
+    yield _torchao("int4-opaque", _opaque, "refuses-in-forward")
     yield _torchao("intx-int8", lambda: _intx(torch.int8, None))
     yield _torchao("intx-int4", lambda: _intx(torch.int4, 32))
     yield _torchao("intx-int3", lambda: _intx(torch.int3, 64))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ class Interrupted(RuntimeError):
 
 class Block(nn.Module):
     """One residual block; `fail` makes its forward raise half-way, with its weights in use."""
+
+    shift: torch.Tensor
+    scratch: torch.Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,6 +61,8 @@ class Stack(nn.Module):
     `plan` is the order in which blocks run: leave one out, name one twice, or reverse it, between two forwards.
     """
 
+    offset: torch.Tensor
+
     def __init__(self, width: int = 64, depth: int = 4, block: Callable[[int], nn.Module] = Block) -> None:
         super().__init__()
         self.width = width
@@ -74,6 +80,7 @@ class Stack(nn.Module):
 
     @fail_at.setter
     def fail_at(self, index: int | None) -> None:
+        block: Any
         for i, block in enumerate(self.blocks):
             block.fail = i == index
 
@@ -110,6 +117,8 @@ class OnlyList(nn.Module):
 
 class OnlyLoose(nn.Module):
     """A root with parameters and a buffer of its own and no child at all."""
+
+    offset: torch.Tensor
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -161,12 +170,12 @@ def build_stack(
     dtype: torch.dtype = torch.float32,
     finish: Change | None = None,
     quantise: Change | None = None,
-) -> tuple[nn.Module, torch.Tensor]:
+) -> tuple[Any, torch.Tensor]:
     """Construct, fill and cast a model on the CPU, move it to `device`, and return it with an input on the CPU.
 
     `finish` makes a last change on the CPU (strides, ties); `quantise` works where the model then is.
     """
-    model = make()
+    model: Any = make()
     fill(model, seed)
     model = model.to(dtype).eval()
     model.compute_dtype = dtype
@@ -181,6 +190,7 @@ def build_stack(
 
 def annotate(model: nn.Module) -> None:
     """Put the attributes that loaders leave on parameters, so that losing one is seen."""
+    parameter: Any
     for index, (name, parameter) in enumerate(model.named_parameters()):
         parameter._is_hf_initialized = True
         parameter.note = {"name": name, "index": index}

@@ -60,6 +60,8 @@ class Wrapper(torch.Tensor):
             return args[0]._rebuild({name: func(leaf) for name, leaf in args[0]._inner().items()})
         if func in _COPY and cls._copies:
             return args[0]._copy(func, kwargs)
+        if func is aten.copy_.default and cls._copies:
+            return _write(args[0], args[1])
         if func in _COMPUTE:
             dense = [a.dequantise() if isinstance(a, Wrapper) else a for a in args]
             return func(*dense, **kwargs)
@@ -70,6 +72,19 @@ class Wrapper(torch.Tensor):
             raise NotImplementedError(f"the dtype of a {type(self).__name__} cannot change")
         kwargs = {key: value for key, value in kwargs.items() if key not in ("dtype", "layout", "pin_memory")}
         return self._rebuild({name: func(leaf, **kwargs) for name, leaf in self._inner().items()})
+
+
+def _write(target: Any, source: Any) -> Any:
+    """Copy leaf by leaf; torch then counts the write on the wrapper, not on its leaves."""
+    if not isinstance(source, Wrapper):
+        raise NotImplementedError(f"a {type(target).__name__} takes no dense values")
+    if source.device.type != target.device.type:
+        source = source.to(target.device)
+    if type(source) is not type(target):
+        raise NotImplementedError(f"a {type(target).__name__} takes no {type(source).__name__}")
+    for name, leaf in target._inner().items():
+        leaf.copy_(getattr(source, name))
+    return target
 
 
 class Bare(Wrapper):
@@ -100,7 +115,7 @@ class Bare(Wrapper):
 
 
 class Movable(Bare):
-    """`Bare` with `.to` and `clone`; still no pin_memory, is_pinned or record_stream."""
+    """`Bare` with `.to`, `clone` and `copy_`; still no pin_memory, is_pinned or record_stream."""
 
     _copies = True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,6 +26,10 @@ class TiedBlock(Block):
 class CountingBlock(Block):
     """Buffers that forward changes: a 0-dim counter, a running mean in place, and one that is replaced."""
 
+    calls: torch.Tensor
+    mean: torch.Tensor
+    last: torch.Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -43,7 +49,7 @@ class BatchNormBlock(Block):
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.batch_norm = nn.BatchNorm1d(width)
+        self.batch_norm: Any = nn.BatchNorm1d(width)
 
     def train(self, mode: bool = True) -> BatchNormBlock:
         super().train(mode)
@@ -58,6 +64,10 @@ class BatchNormBlock(Block):
 
 class OddSizeBlock(Block):
     """Zero-size and 0-dim parameters and buffers."""
+
+    empty_buffer: torch.Tensor
+    scalar_buffer: torch.Tensor
+    flag: torch.Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -76,6 +86,8 @@ class OddSizeBlock(Block):
 
 class ExpandedBlock(Block):
     """Stride-0 tensors: one row of storage that reads as many."""
+
+    wide_buffer: torch.Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -110,38 +122,38 @@ class PlainPieces(nn.Module):
         return self.rest(self.activation(x)) + x
 
 
-def tied_neighbours() -> nn.Module:
+def tied_neighbours() -> Any:
     """Blocks 0 and 1, and blocks 2 and 3, share a weight, so two groups in a row need the same bytes."""
-    model = Stack()
+    model: Any = Stack()
     for left, right in ((0, 1), (2, 3)):
         model.blocks[right].mix.weight = model.blocks[left].mix.weight
     return model
 
 
-def tied_root() -> nn.Module:
+def tied_root() -> Any:
     """The first and last block use weights of the root, as tied embeddings do."""
-    model = Stack()
+    model: Any = Stack()
     model.blocks[0].mix.weight = model.proj_in.weight
     model.blocks[-1].mix.weight = model.proj_out.weight
     return model
 
 
-def tie_buffers(model: nn.Module) -> nn.Module:
+def tie_buffers(model: Any) -> Any:
     """Make every block hold the same buffer object, as blocks that share rotary frequencies do."""
     for block in model.blocks:
         block.shift = model.blocks[0].shift
     return model
 
 
-def no_parameters() -> nn.Module:
+def no_parameters() -> Any:
     """Every second block has nothing to move."""
-    model = Stack()
+    model: Any = Stack()
     model.blocks[1] = PlainPieces(model.width)
     model.blocks[3] = PlainPieces(model.width)
     return model
 
 
-def restride(model: nn.Module) -> nn.Module:
+def restride(model: Any) -> Any:
     """Give weights strides that a contiguous copy would lose: transposed, with gaps, and at an offset."""
     with torch.no_grad():
         for block in model.blocks:
@@ -164,7 +176,7 @@ def _at_offset(tensor: torch.Tensor) -> torch.Tensor:
     return flat[17 : 17 + tensor.numel()].view(tensor.shape)
 
 
-def share_storage(model: nn.Module) -> nn.Module:
+def share_storage(model: Any) -> Any:
     """Make weights of one block disjoint views of one storage, as a split fused projection is."""
     with torch.no_grad():
         for block in model.blocks:
@@ -174,7 +186,7 @@ def share_storage(model: nn.Module) -> nn.Module:
     return model
 
 
-def expand(model: nn.Module) -> nn.Module:
+def expand(model: Any) -> Any:
     """Turn one-row tensors into stride-0 ones."""
     for block in model.blocks:
         block.wide = nn.Parameter(block.wide.expand(4, -1), requires_grad=False)
@@ -182,7 +194,7 @@ def expand(model: nn.Module) -> nn.Module:
     return model
 
 
-def channels_last(model: nn.Module) -> nn.Module:
+def channels_last(model: Any) -> Any:
     """Store convolution weights channels_last."""
     for block in model.blocks:
         block.conv.weight = nn.Parameter(
@@ -191,7 +203,7 @@ def channels_last(model: nn.Module) -> nn.Module:
     return model
 
 
-def mixed_dtypes(model: nn.Module) -> nn.Module:
+def mixed_dtypes(model: Any) -> Any:
     """Keep norms in float32 inside a half-precision model, as many checkpoints do."""
     for block in model.blocks:
         block.norm = _CastingNorm(block.norm)
