@@ -43,6 +43,8 @@ class Kind:
     quantised_on: tuple[Place, ...] = ("cpu", "accelerator")
     tags: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
+    settle: Callable[[Any, torch.device], object] | None = field(default=None, repr=False)
+    """Moves what the library's own `.to` on a whole model forgets."""
 
     def build(self, device: Device = "cpu", seed: int = 0) -> Built:
         """Return the model on `device`, and an example input on the CPU; the same bytes for the same seed."""
@@ -55,7 +57,10 @@ class Kind:
         if quantised_on == "accelerator" or "rebuild" in self.tags or torch.device(device).type == "cpu":
             return self.build(device, seed)
         model, example = self.build("cpu", seed)
-        return model.to(device), example
+        model = model.to(device)
+        if self.settle is not None:
+            self.settle(model, torch.device(device))
+        return model, example
 
     def reason(self, device: Device = "cpu") -> str | None:
         """Say why the kind cannot be built on `device`, or return None."""

@@ -235,16 +235,20 @@ def leaves_off(model: nn.Module, device: str | torch.device) -> list[str]:
 
 
 def _off(tensor: torch.Tensor, wanted: torch.device) -> bool:
-    device = tensor.device
-    return device.type != wanted.type or (wanted.index is not None and device.index != wanted.index)
+    return _apart(tensor.device, wanted)
 
 
 def _lies(tensor: torch.Tensor) -> Iterator[str]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
-            if isinstance(inner, torch.Tensor) and inner.device != tensor.device:
+            if isinstance(inner, torch.Tensor) and _apart(inner.device, tensor.device):
                 yield f"says {tensor.device}, but its {name} is on {inner.device}"
+
+
+def _apart(a: torch.device, b: torch.device) -> bool:
+    """Compare devices; a class that was told "cuda" says so without an index, which is no lie."""
+    return a.type != b.type or (None not in (a.index, b.index) and a.index != b.index)
 
 
 def snapshot_ids(model: nn.Module) -> dict[str, int]:

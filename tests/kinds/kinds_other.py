@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,12 +53,27 @@ def _bnb_8bit(linear: nn.Linear, threshold: float) -> nn.Module:
     return made.eval()
 
 
+def _settle_8bit(model: Any, device: torch.device) -> None:
+    """Bring the statistics along: `model.to` moves the data of an 8-bit weight, and leaves its CB and SCB behind."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if getattr(weight, "CB", None) is not None:
+            weight.CB, weight.SCB = weight.data, weight.SCB.to(device)
+
+
 def _bitsandbytes(name: str, swap: Callable[[nn.Linear], nn.Module], dtype: torch.dtype, *tags: str) -> Kind:
     def build(device: Device, seed: int) -> Built:
         # the library quantises inside `.to(device)`, also when the device is the CPU
         return build_stack(lambda: Stack(128), device, seed, dtype, finish=lambda model: replace_linears(model, swap))
 
-    return Kind(f"bnb-{name}", "bitsandbytes", build, tags=frozenset({"outside", *tags}), needs=("bitsandbytes",))
+    return Kind(
+        f"bnb-{name}",
+        "bitsandbytes",
+        build,
+        tags=frozenset({"outside", *tags}),
+        needs=("bitsandbytes",),
+        settle=_settle_8bit,
+    )
 
 
 def _gguf_swap(linear: nn.Linear, quant_type: str) -> nn.Module:

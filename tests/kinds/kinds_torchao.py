@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .catalogue import Built, Device, Kind, Unavailable
+from .catalogue import Built, Device, Kind, Place, Unavailable
 from .models import Stack, build_stack
 from .own import linears
 
@@ -58,6 +58,7 @@ def _torchao(
     after: Callable[[nn.Module], object] | None = None,
     width: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    quantised_on: tuple[Place, ...] = ("cpu", "accelerator"),
 ) -> Kind:
     def quantise(model: nn.Module) -> None:
         find("quantize_")(model, config())
@@ -68,7 +69,7 @@ def _torchao(
     def build(device: Device, seed: int) -> Built:
         return build_stack(lambda: Stack(width), device, seed, dtype, quantise=quantise)
 
-    return Kind(f"torchao-{name}", "torchao", build, tags=frozenset({"wrapper", *tags}), needs=(QUANTISATION,))
+    return Kind(f"torchao-{name}", "torchao", build, quantised_on, frozenset({"wrapper", *tags}), (QUANTISATION,))
 
 
 def _must_have_quantised(model: nn.Module) -> None:
@@ -220,14 +221,18 @@ def kinds() -> Iterator[Kind]:
         "int4-marlin-v1", lambda: _int4_layout("MarlinSparseLayout", group=128), width=256, dtype=torch.float16
     )
     yield _torchao("int4dq-v1", lambda: find("Int8DynamicActivationInt4WeightConfig")(group_size=32))
-    yield _torchao("int4-cpu-v1", lambda: _int4_layout("Int4CPULayout"), "refuses-accelerator")
-    yield _torchao("int4-opaque", _opaque, "refuses-in-forward")
+    yield _torchao("int4-cpu-v1", lambda: _int4_layout("Int4CPULayout"), "refuses-accelerator", quantised_on=("cpu",))
+    yield _torchao("int4-opaque", _opaque, "refuses-in-forward", quantised_on=("cpu",))
     yield _torchao("intx-int8", lambda: _intx(torch.int8, None))
     yield _torchao("intx-int4", lambda: _intx(torch.int4, 32))
     yield _torchao("intx-int3", lambda: _intx(torch.int3, 64))
     yield _torchao("intx-dynamic", _intx_dynamic)
-    yield _torchao("intx-opaque", lambda: _intx_dynamic("opaque_aten_kleidiai"), "refuses-accelerator")
-    yield _torchao("intx-opaque-lowbit", lambda: _intx_dynamic("opaque_torchao_auto"), "refuses-accelerator")
+    yield _torchao(
+        "intx-opaque", lambda: _intx_dynamic("opaque_aten_kleidiai"), "refuses-accelerator", quantised_on=("cpu",)
+    )
+    yield _torchao(
+        "intx-opaque-lowbit", lambda: _intx_dynamic("opaque_torchao_auto"), "refuses-accelerator", quantised_on=("cpu",)
+    )
     yield _torchao("uint4", _uintx)
     yield _torchao("fp6", lambda: find("FPXWeightOnlyConfig")(3, 2), dtype=torch.float16)
     yield _torchao("mxfp8", lambda: _mx(torch.float8_e4m3fn))
