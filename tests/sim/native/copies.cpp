@@ -42,6 +42,8 @@ std::function<void()> copier(const at::Tensor& src, const at::Tensor& dst) {
   }
   at::Tensor from = bare_view(src), to = bare_view(dst);
   return [from, to]() mutable {
+    // It runs in whatever state the thread that waits for it is in: a mode of that thread has no say in it.
+    c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
     at::AutoDispatchBelowADInplaceOrView guard;
     to.copy_(from);
   };

@@ -1,6 +1,9 @@
 // Device memory, pinned memory and registered host memory.
 #include "sim.h"
 
+#if SIM_TORCH_AT_LEAST(2, 9)
+#include <ATen/core/CachingHostAllocator.h>
+#endif
 #include <cstdlib>
 
 namespace sim {
@@ -95,12 +98,14 @@ void free_pinned(void* ptr) {
 }
 
 #if SIM_TORCH_AT_LEAST(2, 9)
-using AllocatorBase = c10::DeviceAllocator;
+using DeviceBase = c10::DeviceAllocator;
+using PinnedBase = at::HostAllocator;
 #else
-using AllocatorBase = c10::Allocator;
+using DeviceBase = c10::Allocator;
+using PinnedBase = c10::Allocator;
 #endif
 
-struct DeviceMemory final : AllocatorBase {
+struct DeviceMemory final : DeviceBase {
   c10::DataPtr allocate(size_t size) override {
     int device = current_device();
     c10::Device where(kType, static_cast<c10::DeviceIndex>(device));
@@ -137,6 +142,11 @@ struct DeviceMemory final : AllocatorBase {
     stats.num_device_alloc = c.allocations.at(device);
     return stats;
   }
+  // Newer releases ask for it by this name; for older ones it is one more function.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+    int64_t limit = state().memory_limit.at(device), total = limit < 0 ? kCapacity : limit;
+    return {static_cast<size_t>(std::max<int64_t>(total - state().count.live[device], 0)), static_cast<size_t>(total)};
+  }
   void resetAccumulatedStats(c10::DeviceIndex device) override { state().count.allocations.at(device) = 0; }
   void resetPeakStats(c10::DeviceIndex device) override {
     state().count.peak.at(device) = state().count.live.at(device);
@@ -144,7 +154,7 @@ struct DeviceMemory final : AllocatorBase {
 #endif
 };
 
-struct PinnedMemory final : c10::Allocator {
+struct PinnedMemory final : PinnedBase {
   c10::DataPtr allocate(size_t size) override {
     c10::Device where(c10::DeviceType::CPU);
     if (!size) return {nullptr, nullptr, &free_pinned, where};
@@ -162,11 +172,28 @@ struct PinnedMemory final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* dest, const void* src, size_t count) const override { std::memcpy(dest, src, count); }
+
+#if SIM_TORCH_AT_LEAST(2, 9)
+  // Queued copies hold their blocks by themselves, and nothing is cached.
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  void reset_accumulated_stats() override { state().count.pinned_allocations = 0; }
+  void reset_peak_stats() override { state().count.pinned_peak = state().count.pinned; }
+  at::HostStats get_stats() override {
+    at::HostStats stats;
+    stats.allocated_bytes.current = state().count.pinned;
+    stats.allocated_bytes.peak = state().count.pinned_peak;
+    return stats;
+  }
+#endif
 };
 
 DeviceMemory g_device_memory;
 PinnedMemory g_pinned_memory;
 REGISTER_ALLOCATOR(kType, &g_device_memory)
+#if SIM_TORCH_AT_LEAST(2, 9)
+const at::HostAllocatorRegistry<kType> g_pinned_registered(&g_pinned_memory);
+#endif
 
 bool overlaps_any(const Span& span) {
   for (auto& entry : state().host_blocks)

@@ -98,7 +98,7 @@ bool may_shallow_copy(const at::Tensor& self, const at::Tensor& from) {
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
+  bool isBuilt() const { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
@@ -120,8 +120,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override { resize_storage(storage, nbytes); }
   // Random numbers are the CPU's, so that seeds give the CPU's results.
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const { return at::detail::createCPUGenerator(); }
 };
 
 const bool g_hooks_registered = [] {

@@ -29,12 +29,20 @@
 #define SIM_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
+// The guard interface promised not to throw in older releases.
+#if SIM_TORCH_AT_LEAST(2, 13)
+#define SIM_GUARD_NOEXCEPT
+#else
+#define SIM_GUARD_NOEXCEPT noexcept
+#endif
+
 namespace sim {
 
 constexpr int kDevices = 2;
 constexpr int kPool = 32;  // side streams of one device, handed out round robin as CUDA does
 constexpr int kPerDevice = kPool + 1;
 constexpr int kStreams = kDevices * kPerDevice;
+constexpr int64_t kCapacity = int64_t{80} << 30;  // what an unlimited device claims to have
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr unsigned char kPoison = 0xFF;  // all ones is a NaN in every float format that torch has
 

@@ -149,7 +149,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     check_device(device.index());
     return c10::Stream(c10::Stream::UNSAFE, device, id);
   }
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const SIM_GUARD_NOEXCEPT override {
     device = resolve(device);
     check_device(device.index());
     return make(device, t_stream[device.index()]);
@@ -163,7 +163,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return make(device, 1 + next++ % kPool);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const SIM_GUARD_NOEXCEPT override {
     stream_index(stream);  // checks
     int& slot = t_stream[stream.device_index()];
     return make(stream.device(), std::exchange(slot, static_cast<int>(stream.id())));

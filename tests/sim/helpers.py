@@ -1,0 +1,15 @@
+"""What the tests of the simulator share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def pinned(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).pin_memory()
+
+
+def on_side(host: torch.Tensor, stream: torch.Stream, device: str = "npu:0") -> torch.Tensor:
+    """A copy that is queued on a stream of its own."""
+    with torch.get_device_module("npu").stream(stream):
+        return host.to(device, non_blocking=True)
