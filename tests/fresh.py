@@ -15,6 +15,7 @@ SWITCHES = ("DIFFUSERS_OFFLOAD_FIX", "DIFFUSERS_OFFLOAD_FIX_SKIP", "AUTOWRAPT_BO
 PRELUDE = """
 import importlib, logging, sys
 TARGET = "diffusers.hooks.group_offloading"
+sys.modules["peft"] = None  # diffusers does without, and starts in half the time
 
 def target():
     return importlib.import_module(TARGET)
@@ -50,14 +51,10 @@ def environment(diffusers: str | None = None, **switches: str) -> dict[str, str]
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), **switches}
 
 
-def python(
-    *arguments: str | Path, diffusers: str | None = None, **switches: str
-) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str | Path, diffusers: str | None = None, **switches: str) -> subprocess.CompletedProcess[str]:
     """Run the interpreter, and return what it did."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, env=environment(diffusers, **switches), capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(command, env=environment(diffusers, **switches), capture_output=True, text=True, timeout=300)
 
 
 def run(code: str, diffusers: str | None = None, **switches: str) -> str:

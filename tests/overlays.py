@@ -1,7 +1,7 @@
 """Other releases of diffusers and torchao, each in a folder of its own that goes in front of `PYTHONPATH`.
 
-DIFFUSERS_OFFLOAD_FIX_OVERLAYS may name a folder that holds some of them, laid out as `diffusers-0.33.1`, `torchao-0.15.0`.
-What is not there is installed into the cache folder `.overlays` of the checkout, once, without its dependencies.
+DIFFUSERS_OFFLOAD_FIX_OVERLAYS may name a folder that holds some of them, called `diffusers-0.33.1` and so on. What is
+not there is installed into the cache folder `.overlays` of the checkout, once, without its dependencies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCHAO = {"0.33": "0.15.0", "0.34": "0.15.0", "0.35": "0.15.0", "0.36": "0.15.0
 
 
 def overlay(name: str, version: str) -> Path:
-    """The folder that holds this release, installed if need be. Raises CalledProcessError when pip cannot install it."""
+    """The folder that holds this release, installed if need be. Raises CalledProcessError when pip fails."""
     label = f"{name}-{version}"
     given = os.environ.get(VARIABLE)
     if given and (Path(given) / label).is_dir():

@@ -191,7 +191,7 @@ def test_skipping() -> None:
     [line] = lines
     assert "DIFFUSERS_OFFLOAD_FIX_SKIP names quanto_left_on_host" in line and "Q1" in line and "Q2" in line
 
-    # Asked anew, so that a change takes effect: by the name of the cure, then not at all, then by a name that is unknown.
+    # Asked anew, so that a change takes effect: by the name of the cure, not at all, by a name that is unknown.
     os.environ["DIFFUSERS_OFFLOAD_FIX_SKIP"] = "mover"
     diffusers_offload_fix.activate()
     assert "skipped" in states() and "applied" not in states()

@@ -12,7 +12,14 @@ from diffusers_offload_fix import versions
 
 @pytest.mark.parametrize(
     ("version", "is_in"),
-    [("0.32.2", False), ("0.33.0", True), ("0.33.0.dev0", False), ("0.43.0.dev0", True), ("1.0rc1", True), ("custom", True)],
+    [
+        ("0.32.2", False),
+        ("0.33.0", True),
+        ("0.33.0.dev0", False),
+        ("0.43.0.dev0", True),
+        ("1.0rc1", True),
+        ("custom", True),
+    ],
 )
 def test_the_range_of_diffusers(version: str, is_in: bool) -> None:
     assert versions.within(version, versions.DIFFUSERS) is is_in
@@ -20,7 +27,12 @@ def test_the_range_of_diffusers(version: str, is_in: bool) -> None:
 
 @pytest.mark.parametrize(
     ("version", "specifier", "is_older"),
-    [("0.34.0", "==0.35.*", True), ("0.36.0", "==0.35.*", False), ("0.33.1", ">=0.38", True), ("0.42.1", ">=0.33,<0.38", False)],
+    [
+        ("0.34.0", "==0.35.*", True),
+        ("0.36.0", "==0.35.*", False),
+        ("0.33.1", ">=0.38", True),
+        ("0.42.1", ">=0.33,<0.38", False),
+    ],
 )
 def test_older_is_told_from_newer(version: str, specifier: str, is_older: bool) -> None:
     assert versions.is_older(version, specifier) is is_older
