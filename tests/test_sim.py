@@ -83,7 +83,7 @@ def test_fresh_memory_is_nan() -> None:
 def test_freed_memory_is_nan_and_its_use_is_reported() -> None:
     owner = torch.ones(4, device="npu")
     storage: Any = torch._C._construct_storage_from_data_pointer(owner.data_ptr(), torch.device("npu:0"), 16)
-    stale = torch.empty(0, device="npu").set_(storage, 0, (4,))
+    stale = torch.empty(0, device="npu").set_(storage, 0, (4,), (1,))
     assert stale.tolist() == [1, 1, 1, 1]
     del owner
     assert stale.isnan().all()
@@ -237,6 +237,28 @@ def test_pageable_and_blocking_copies_wait_for_themselves() -> None:
     assert sim.pending() == 0
     assert (x + y).tolist() == [4, 6]
     assert sim.hazards() == []
+
+
+def test_a_queued_copy_leaves_the_gaps_of_its_target_alone() -> None:
+    target, side = torch.zeros(2, 3, device="npu"), npu.Stream()
+    side.wait_stream(npu.current_stream())
+    with npu.stream(side):
+        target[:, 1].copy_(pinned(1, 2), non_blocking=True)
+    assert target[:, ::2].sum().item() == 0
+    side.synchronize()
+    assert target.tolist() == [[0, 1, 0], [0, 2, 0]]
+
+
+def test_modes_do_not_disturb_queued_copies() -> None:
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    target, side = torch.zeros(2, 2, device="npu"), npu.Stream()
+    with Mode(), npu.stream(side):  # type: ignore[no-untyped-call]
+        target[:, 1].copy_(pinned(1, 2), non_blocking=True)
+        side.synchronize()
+    assert target.tolist() == [[0, 1], [0, 2]]
 
 
 def test_a_temporary_may_die_before_its_copy_has_run() -> None:

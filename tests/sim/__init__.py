@@ -1,6 +1,19 @@
 """A simulated accelerator named "npu" for tests without a GPU: two devices, real stream order, and a hazard detector.
 
-`load()` must run before diffusers is imported, because torch remembers the accelerator it finds at the first use.
+`load()` must run before diffusers is imported, because torch remembers the accelerator it finds at the first use. After
+it `torch.npu` has what `torch.cuda` has: streams, events, memory figures, and `host_register`, which pins memory in place.
+
+What it is strict about:
+- A non-blocking copy of pinned memory runs at the last moment that the ordering allows. Until then its target holds
+  0xFF bytes (NaN, or -1 for integers), and so does fresh and freed memory.
+- Every use of device memory is stamped with its stream and position. `hazards()` tells of each use that conflicts with
+  another one without being ordered after it, byte by byte, and of memory that is freed to its stream while another one
+  may still use it.
+- Tensors of different devices do not mix, and device tensors cannot be pinned.
+
+What it does not show: compute and copies within a device run at once, so a missing wait for *them* is a hazard but not
+a NaN; a non-blocking copy of pageable memory waits like a blocking one; the bytes of a strided view count from its first
+to its last, gaps included; all host threads count as one; pinned memory is not cached.
 """
 
 from __future__ import annotations
@@ -46,6 +59,9 @@ def load() -> None:
         backend_registration.rename_privateuse1_backend("npu")
         torch._register_device_module("npu", device)  # type: ignore[no-untyped-call]
         backend_registration.generate_methods_for_privateuse1_backend()
+        # Until torch has initialised a device, it says of every address that it is not pinned.
+        torch.empty(1, pin_memory=True)
+        torch.ops.sim_npu.reset_counters()
         # torch's backward threads drop their last Python object just after backward() returns; an interpreter that
         # ends at that moment aborts. Letting go of the GIL once lets them finish.
         atexit.register(time.sleep, 0.02)

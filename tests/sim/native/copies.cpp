@@ -49,6 +49,22 @@ std::function<void()> copier(const at::Tensor& src, const at::Tensor& dst) {
   };
 }
 
+// Element by element where there are gaps: these belong to somebody else.
+void poison(const at::Tensor& tensor, int64_t dim, char* ptr) {
+  auto item = static_cast<int64_t>(tensor.element_size());
+  if (dim == tensor.dim()) {
+    std::memset(ptr, kPoison, item);
+    return;
+  }
+  for (int64_t i = 0; i < tensor.size(dim); ++i) poison(tensor, dim + 1, ptr + i * tensor.stride(dim) * item);
+}
+
+std::function<void()> poisoner(const at::Tensor& dst) {
+  Span span = span_of(dst);
+  if (dst.is_non_overlapping_and_dense()) return [span] { std::memset(span.ptr, kPoison, span.size); };
+  return [view = bare_view(dst), span] { poison(view, 0, span.ptr); };
+}
+
 void count_copy(const at::Tensor& src, const at::Tensor& dst, bool pinned) {
   Counters& c = state().count;
   auto bytes = static_cast<int64_t>(dst.numel() * dst.element_size());
@@ -87,6 +103,7 @@ void copy_later(const at::Tensor& src, const at::Tensor& dst, int stream) {
   const at::Tensor& host = src.is_cpu() ? src : dst;
   if (block_of(host, span_of(host))->kind == Kind::Registered) command.keep.push_back(host.storage());
   command.run = copier(src, dst);
+  command.poison = poisoner(dst);
   enqueue(stream, std::move(command));
 }
 

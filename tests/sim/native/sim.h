@@ -89,7 +89,7 @@ struct Command {
   Span src, dst;
   BlockRef src_block, dst_block;  // keep the memory, whatever happens to the tensors
   std::vector<c10::Storage> keep;  // foreign host memory stays alive as long as its storage does
-  std::function<void()> run;
+  std::function<void()> run, poison;
 };
 
 struct StreamState {

@@ -98,7 +98,7 @@ void enqueue(int stream, Command command) {
   touch(command.dst, command.dst_block->kind == Kind::Device, stream, command.seq, true, "copy");
   // A reader that does not wait may see anything until the copy has run. It sees poison, unless an earlier queued copy
   // still has business with these bytes.
-  if (!any_pending_overlap(command.dst)) std::memset(command.dst.ptr, kPoison, command.dst.size);
+  if (!any_pending_overlap(command.dst)) command.poison();
   ++command.src_block->pending;
   ++command.dst_block->pending;
   ++s.count.queued;
