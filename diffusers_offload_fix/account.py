@@ -8,7 +8,7 @@ import sys
 
 from diffusers_offload_fix import switches, versions
 from diffusers_offload_fix.fixes import all_fixes
-from diffusers_offload_fix.status import State, Status, statuses, target
+from diffusers_offload_fix.status import State, Status, failures, statuses, target
 
 DISTRIBUTIONS = (
     "diffusers-offload-fix",
@@ -33,9 +33,14 @@ def report() -> tuple[Status, ...]:
     module = target()
     if module is None:
         return statuses(None, (), all_fixes())
-    from diffusers_offload_fix.activation import patches
+    fixes = all_fixes()
+    try:
+        from diffusers_offload_fix.activation import patches
 
-    return statuses(module, patches(), all_fixes())
+        return statuses(module, patches(), fixes)
+    except ImportError as error:
+        failures.update({fix.cure: f"the plugin cannot be loaded: {error}" for fix in fixes})
+        return statuses(module, (), fixes)
 
 
 def environment() -> dict[str, object]:

@@ -168,6 +168,18 @@ def test_a_cure_that_cannot_be_installed_has_failed_and_is_undone() -> None:
     """)
 
 
+def test_a_plugin_that_cannot_be_loaded_never_fails_the_import() -> None:
+    run("""
+    sys.modules["diffusers_offload_fix.methods"] = None
+    import diffusers_offload_fix
+    lines = Lines().lines
+    target()
+    [line] = lines
+    assert line.startswith("diffusers is left unpatched: ModuleNotFoundError"), line
+    assert "failed" in states() and "applied" not in states()
+    """)
+
+
 def test_an_old_torchao_is_said_so() -> None:
     run("""
     from diffusers_offload_fix import versions

@@ -213,14 +213,14 @@ class Stage:
 def evidence(*paths: str) -> Callable[[Callable[[Stage], bool]], Any]:
     """Make a probe of a function that looks for the bug on a stage.
 
-    The probe answers False once the plugin's own code is live at one of `paths`, where upstream's was.
+    The probe answers False once the plugin's own code is live at all of `paths`, where upstream's was.
     """
 
     def decorate(find: Callable[[Stage], bool]) -> Any:
         @wraps(find)
         def probe(module: ModuleType) -> bool:
             entries = [_entry(module, path) for path in paths]
-            return not any(patcher.is_ours(entry) for entry in entries) and find(Stage(module))
+            return not all(patcher.is_ours(entry) for entry in entries) and find(Stage(module))
 
         probe.upstream = lambda module: find(Stage(module))  # type: ignore[attr-defined]
         return probe
