@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import KINDS, Kind, contract, own, repack
-from kinds.models import Interrupted, Stack, build_stack
+from tests.kinds import KINDS, Kind, contract, own, repack
+from tests.kinds.models import Interrupted, Stack, build_stack
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn

@@ -44,12 +44,21 @@ class CountingBlock(Block):
         return out * (1 + 0.01 * self.calls).to(out.dtype)
 
 
+class _TellingNorm(nn.BatchNorm1d):
+    """A batch norm whose running statistics are part of its output, so that a stale one is seen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normal = super().forward(x)
+        assert self.running_mean is not None and self.running_var is not None
+        return normal + 0.1 * (self.running_mean + self.running_var)[:, None].to(x.dtype)
+
+
 class BatchNormBlock(Block):
     """BatchNorm in train mode: running statistics and `num_batches_tracked` move with every forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.batch_norm: Any = nn.BatchNorm1d(width)
+        self.batch_norm: Any = _TellingNorm(width)
 
     def train(self, mode: bool = True) -> BatchNormBlock:
         super().train(mode)
@@ -57,9 +66,7 @@ class BatchNormBlock(Block):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normal = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
-        statistics = self.batch_norm.running_mean + self.batch_norm.running_var
-        return super().forward(normal) + 0.1 * statistics.to(x.dtype)
+        return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
 
 
 class OddSizeBlock(Block):
@@ -206,15 +213,14 @@ def channels_last(model: Any) -> Any:
 def mixed_dtypes(model: Any) -> Any:
     """Keep norms in float32 inside a half-precision model, as many checkpoints do."""
     for block in model.blocks:
-        block.norm = _CastingNorm(block.norm)
+        norm = _CastingNorm(block.norm.normalized_shape)
+        norm.load_state_dict(block.norm.state_dict())
+        block.norm = norm
     return model
 
 
-class _CastingNorm(nn.Module):
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__()
-        self.inner = norm.float()
+class _CastingNorm(nn.LayerNorm):
+    """A norm that computes in float32 whatever comes in, with its own weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.inner
-        return F.layer_norm(x.float(), inner.normalized_shape, inner.weight, inner.bias, inner.eps).to(x.dtype)
+        return super().forward(x.float()).to(x.dtype)

@@ -1,0 +1,177 @@
+"""The one module that names accelerators: streams, events and pinned host memory of a device."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+#: `cudaHostRegisterPortable`: the memory counts as pinned for every device, not only for the current one.
+_PORTABLE = 1
+
+
+class PinError(RuntimeError):
+    """Host memory could not be pinned. The message says how many bytes and why."""
+
+
+class Registrar(Protocol):
+    """Pins host memory that already exists, exactly as many bytes as it has. Addresses and sizes are in bytes."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pins the range or raises PinError."""
+
+    def unregister(self, address: int) -> None:
+        """Gives the range back; never raises."""
+
+
+class CudaRegistrar:
+    """`cudaHostRegister`; on ROCm the same names reach HIP."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        if error:
+            raise PinError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+#: Registration by device type. A type that is not listed is pinned through torch's own allocator.
+REGISTRARS: dict[str, Registrar] = {"cuda": CudaRegistrar()}
+
+#: Bytes of host memory that are pinned by slabs and staging buffers at this moment.
+_pinned: dict[int, int] = {}
+
+
+def pinned_bytes() -> int:
+    """Bytes of host memory that this plugin holds pinned now."""
+    return sum(_pinned.values())
+
+
+def is_pinned_here(tensor: Tensor) -> bool:
+    """True if the tensor lies in memory that this plugin pinned."""
+    if tensor.device.type != "cpu":
+        return False
+    where = tensor.data_ptr()
+    return any(start <= where < start + nbytes for start, nbytes in list(_pinned.items()))
+
+
+def pinned_memory(nbytes: int, device: torch.device) -> numpy.ndarray[Any, Any]:
+    """A pinned block of exactly `nbytes` bytes for copies to `device`, given back when its last view is let go.
+
+    Raises:
+        PinError: the memory cannot be pinned, with the reason.
+    """
+    registrar = REGISTRARS.get(device.type)
+    try:
+        if registrar is None:
+            return _allocated(nbytes, device)
+        return _registered(nbytes, registrar)
+    except PinError:
+        raise
+    except (RuntimeError, OSError, MemoryError, ValueError) as error:
+        raise PinError(f"pinning {nbytes} bytes for {device} failed: {error}") from error
+
+
+def _registered(nbytes: int, registrar: Registrar) -> numpy.ndarray[Any, Any]:
+    # torch's pinned allocator rounds each block up to a power of two; a mapping of our own costs what it holds,
+    # and its pages go back to the system as soon as it is closed.
+    block = _mapping(nbytes)
+    address = block.ctypes.data
+    registrar.register(address, block.nbytes)
+    _count(block, address, block.nbytes)
+    # Not at exit: by then the driver is gone, and the process gives the pages back anyway.
+    weakref.finalize(block, registrar.unregister, address).atexit = False
+    return block
+
+
+def _mapping(nbytes: int) -> numpy.ndarray[Any, Any]:
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    # Huge pages make the first touch and the registration of a slab about an order of magnitude cheaper.
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return numpy.frombuffer(memory, dtype=numpy.uint8)
+
+
+def _allocated(nbytes: int, device: torch.device) -> numpy.ndarray[Any, Any]:
+    tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if nbytes and not tensor.is_pinned():
+        raise PinError(f"{nbytes} bytes for {device}: this torch build has no pinned memory for it")
+    block: numpy.ndarray[Any, Any] = tensor.numpy()
+    _count(block, block.ctypes.data, nbytes)
+    return block
+
+
+def _count(block: numpy.ndarray[Any, Any], address: int, nbytes: int) -> None:
+    _pinned[address] = nbytes
+    weakref.finalize(block, _pinned.pop, address, None).atexit = False
+
+
+def as_tensor(block: numpy.ndarray[Any, Any], offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """A 1-d tensor over bytes of a block, with a storage of its own that keeps the block alive.
+
+    A view of one big storage would make a saver write the whole block for every tensor.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memoryview(block)[offset : offset + nbytes], dtype=dtype)
+
+
+def resolve(device: torch.device | str) -> torch.device:
+    """The device with its index, so that a later change of the current device does not move anything."""
+    device = torch.device(device)
+    if device.index is None and device.type not in ("cpu", "meta"):
+        current = getattr(module(device), "current_device", None)
+        return torch.device(device.type, current() if current is not None else 0)
+    return device
+
+
+def module(device: torch.device) -> Any:
+    """The torch module of a device type (`torch.cuda`, `torch.xpu`, …)."""
+    return getattr(torch, device.type)
+
+
+class Streams:
+    """Streams and events of one device, by explicit device everywhere: the current device plays no part."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = module(device)
+
+    def new(self) -> Any:
+        """A new stream on the device."""
+        return self._module.Stream(device=self.device)
+
+    def current(self) -> Any:
+        """The stream that the calling thread computes on."""
+        return self._module.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Runs the body on `stream`."""
+        with self._module.stream(stream):
+            yield
+
+    def mark(self, stream: Any) -> Any:
+        """An event recorded on `stream` now."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+
+def stream_device(stream: Any, fallback: torch.device) -> torch.device:
+    """The device that a stream belongs to."""
+    device = getattr(stream, "device", None)
+    return device if isinstance(device, torch.device) else fallback
+
+
+def has_streams(device: torch.device) -> bool:
+    """True if copies to the device can overlap with compute."""
+    return device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "Stream")
+

@@ -1,0 +1,105 @@
+"""Homes: where the bytes of a unit live while it is offloaded.
+
+A home is built from the leaves of a unit, wherever they are at that moment, and gives each of them back as a host tensor. Slabs are
+allocated here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backend
+from .layout import Layout, Place
+
+logger = logging.getLogger("diffusers_offload_fix")
+
+_warned: set[str] = set()
+
+
+class Home:
+    """Host memory of one unit.
+
+    Attributes:
+        layout: the place of every leaf in a buffer of `layout.nbytes` bytes.
+        leaves: the host tensors, in the order of the leaves that the home was made from.
+        slab: all bytes as one 1-d uint8 tensor of pinned memory, or None if every leaf is a tensor by itself.
+        regions: the bytes of each region (1-d uint8 tensors).
+    """
+
+    def __init__(self, layout: Layout, leaves: list[Tensor], regions: list[Tensor], slab: Tensor | None) -> None:
+        self.layout = layout
+        self.leaves = leaves
+        self.regions = regions
+        self.slab = slab
+
+    def copy_to(self, memory: Tensor, non_blocking: bool) -> None:
+        """Copies all bytes to `memory` (a 1-d uint8 tensor on the device) on the current stream: a slab in one copy."""
+        if self.slab is not None:
+            memory.copy_(self.slab, non_blocking=non_blocking)
+            return
+        for target, region in zip(self.layout.slices(memory), self.regions):
+            target.copy_(region, non_blocking=non_blocking)
+
+
+def make_home(leaves: list[Tensor], device: torch.device, offload_device: torch.device, pin: bool) -> Home:
+    """A home for `leaves` (dense tensors on any device), to be streamed to `device`.
+
+    With `pin`, the leaves are copied into one pinned slab. Where that fails, and without it, a leaf that is on the offload device
+    already is its own home, so nothing is copied.
+    """
+    layout = Layout(leaves)
+    if pin and layout.nbytes and offload_device.type == "cpu":
+        try:
+            return _pinned_home(layout, device)
+        except backend.PinError as error:
+            _warn_unpinned(layout.nbytes, error)
+    return _plain_home(layout, offload_device)
+
+
+def _pinned_home(layout: Layout, device: torch.device) -> Home:
+    block = backend.pinned_memory(layout.nbytes, device)
+    slab = backend.as_tensor(block, 0, layout.nbytes, torch.uint8)
+    regions = layout.slices(slab)
+    for region, source in zip(regions, layout.sources):
+        region.copy_(source)
+    layout.sources.clear()
+    return Home(layout, [_own_storage(layout, place, block, regions) for place in layout.places], regions, slab)
+
+
+def _own_storage(layout: Layout, place: Place, block: Any, regions: list[Tensor]) -> Tensor:
+    region = layout.regions[place.region]
+    if region.places > 1 or not place.nbytes:
+        return place.view(regions[place.region])
+    flat = backend.as_tensor(block, region.offset + place.offset, place.nbytes, place.dtype)
+    return flat.as_strided(place.shape, place.stride)
+
+
+def _plain_home(layout: Layout, offload_device: torch.device) -> Home:
+    regions = [_unpinned(source, offload_device) for source in layout.sources]
+    layout.sources.clear()
+    return Home(layout, layout.views(regions), regions, None)
+
+
+def _unpinned(source: Tensor, offload_device: torch.device) -> Tensor:
+    # A group that was pinned before and is not to be any more must not keep its slab alive.
+    return source.clone() if backend.is_pinned_here(source) else source.to(offload_device)
+
+
+def _warn_unpinned(nbytes: int, error: Exception) -> None:
+    reason = str(error)
+    if "pin" in _warned:
+        logger.debug("a group of %d bytes stays unpinned: %s", nbytes, reason)
+        return
+    _warned.add("pin")
+    logger.warning(
+        "A group of %d bytes (%.1f MiB) stays in unpinned memory: %s. The output is the same, but its copies to the device are "
+        "several times slower and overlap less. Free or unlock host memory, or pass low_cpu_mem_usage=True. "
+        "Further groups that cannot be pinned are logged at level DEBUG.",
+        nbytes,
+        nbytes / 2**20,
+        reason,
+    )

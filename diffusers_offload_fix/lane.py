@@ -1,0 +1,220 @@
+"""Lanes: how units get onto the device and off it again.
+
+A lane is one copy stream with the groups that share it. Bytes are copied ahead of time into slots; events, never the host, order the
+copies against the computing stream. A lane without a stream copies when a group needs it, on the stream that computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import backend
+from .layout import align
+from .order import Order
+from .slots import Arena, Buffer, Slot, whole
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .groups import GroupState
+
+#: How many groups ahead are looked at; the arena's size is what really bounds it.
+LOOKAHEAD = 64
+
+
+class Lane:
+    """The units of one device that are copied by one stream.
+
+    Args:
+        device: where units are loaded to, with its index.
+        stream: the copy stream, or None to copy on the computing stream.
+        given: the stream object that upstream made.
+
+    Attributes:
+        lock: held by whoever moves units of the lane.
+        groups: the groups that use the lane.
+        active: the groups that are on the device, in the order in which they were entered.
+        changed: True if units came or went since the arena was made.
+    """
+
+    def __init__(self, device: torch.device, stream: Any, given: Any = None) -> None:
+        self.device = device
+        self.given = given
+        self.stream = stream
+        self.lock = threading.RLock()
+        self.order = Order()
+        self.groups: weakref.WeakSet[GroupState] = weakref.WeakSet()
+        self.changed = True
+        self._streams = backend.Streams(device) if backend.has_streams(device) else None
+        self._arena: Arena | None = None
+        self.active: dict[GroupState, None] = {}
+        self._loaded: dict[Unit, None] = {}
+        self._last_copy: Any = None
+
+    def acquire(self, unit: Unit, spanning: bool, graph: bool) -> None:
+        """Loads a unit if need be and binds it.
+
+        Args:
+            spanning: the unit stays for a whole forward, so it must not sit in the arena.
+            graph: autograd may save the tensors, so the memory must not be reused.
+        """
+        if not unit.bound:
+            self._drop_stale(unit, graph)
+            unit.settle()
+            if unit.slot is None:
+                self._load(unit, self._own_slot(unit, graph) if spanning or graph else self._slot(unit))
+            self._wait_for(unit.slot)
+            unit.bind(in_place=graph)
+        unit.users += 1
+
+    def release(self, unit: Unit) -> None:
+        """Offloads a unit when its last user lets go of it."""
+        unit.users -= 1
+        if unit.users:
+            return
+        unit.unbind()
+        self._give(unit, self._mark_compute())
+
+    def prefetch(self) -> None:
+        """Copies the units that are expected next, as far as the arena has room."""
+        if self.stream is None:
+            return
+        for ahead, state in enumerate(self.order.ahead()):
+            if ahead == LOOKAHEAD or not self._prefetch_group(state):
+                return
+
+    def finish(self) -> None:
+        """Ends a forward: nothing of this lane stays on the device.
+
+        The host waits for the last copy here, once: a weight that is changed in place right after a forward must not be changed under
+        a copy that still reads it.
+        """
+        self._drop_unbound()
+        if self._last_copy is not None and not self._last_copy.query():
+            self._last_copy.synchronize()
+        self._last_copy = None
+        if self._arena is not None and not self._arena.taken:
+            self._arena.release()
+
+    def drop(self, unit: Unit) -> None:
+        """Gives back the slot of a unit that is loaded but not bound."""
+        if unit.slot is not None and not unit.bound:
+            self._give(unit, None)
+
+    def idle(self) -> bool:
+        """True if no unit is bound and no copy is expected."""
+        return not any(unit.bound for unit in self._loaded) and next(iter(self.order.ahead()), None) is None
+
+    def _current_arena(self) -> Arena:
+        """The arena, made anew if the units have changed and none of them sits in the old one."""
+        if self._arena is not None and (self._arena.taken or not self.changed):
+            return self._arena
+        nbytes = self._arena_size()
+        if self._arena is None or self._arena.nbytes != nbytes:
+            if self._arena is not None:
+                self._arena.release()
+            self._arena = Arena(nbytes, self.device)
+        self.changed = False
+        return self._arena
+
+    def _arena_size(self) -> int:
+        # Two of the largest units: one that computes and one that is being copied, as many as upstream holds.
+        sizes = [align(unit.nbytes) for state in self.groups if not state.spanning for unit in state.units]
+        return 2 * max(sizes, default=0)
+
+    def _drop_stale(self, unit: Unit, graph: bool) -> None:
+        if unit.slot is None:
+            return
+        if graph or not unit.intact() or unit.slot.stamps != unit.stamps():
+            self.drop(unit)
+
+    def _drop_unbound(self) -> None:
+        for unit in list(self._loaded):
+            self.drop(unit)
+
+    def _prefetch_group(self, state: Any) -> bool:
+        if state.spanning or state.passive:
+            return True
+        for unit in state.units:
+            if unit.slot is None and not self._prefetch_unit(unit):
+                return False
+        return True
+
+    def _prefetch_unit(self, unit: Unit) -> bool:
+        slot = self._take(unit)
+        if slot is not None:
+            self._load(unit, slot)
+        return slot is not None
+
+    def _slot(self, unit: Unit) -> Slot:
+        if self.stream is None:
+            return self._own_slot(unit, False)
+        slot = self._take(unit)
+        if slot is None:
+            self._drop_unbound()
+            slot = self._take(unit)
+        return slot or self._own_slot(unit, False)
+
+    def _take(self, unit: Unit) -> Slot | None:
+        try:
+            arena = self._current_arena()
+            fresh = arena.resume(self._compute())
+        except RuntimeError:
+            # Not even room for the arena: a unit that is needed now still may fit by itself.
+            return None
+        if fresh:
+            self.stream.wait_event(self._mark_compute())
+        return arena.take(unit.nbytes)
+
+    def _own_slot(self, unit: Unit, graph: bool) -> Slot:
+        if graph:
+            slot = whole(Buffer(unit.nbytes, self.device))
+            slot.key = None
+            return slot
+        if unit.buffer is None or unit.buffer.nbytes != unit.nbytes:
+            unit.buffer = Buffer(unit.nbytes, self.device)
+        unit.buffer.resume(self._compute())
+        slot = whole(unit.buffer)
+        if self.stream is not None:
+            slot.waits = [self._mark_compute()]
+        return slot
+
+    def _load(self, unit: Unit, slot: Slot) -> None:
+        slot.stamps = unit.stamps()
+        if self.stream is None or self._streams is None:
+            unit.home.copy_to(slot.memory, non_blocking=False)
+        else:
+            for event in slot.waits:
+                self.stream.wait_event(event)
+            with self._streams.on(self.stream):
+                unit.home.copy_to(slot.memory, non_blocking=True)
+            slot.ready = self._last_copy = self._streams.mark(self.stream)
+        unit.slot, unit.lane = slot, self
+        self._loaded[unit] = None
+
+    def _wait_for(self, slot: Slot) -> None:
+        compute = self._compute()
+        if slot.ready is not None:
+            compute.wait_event(slot.ready)
+        slot.buffer.used_on(compute)
+
+    def _give(self, unit: Unit, used: Any) -> None:
+        slot, unit.slot = unit.slot, None
+        self._loaded.pop(unit, None)
+        if isinstance(slot.buffer, Arena):
+            slot.buffer.give(slot, [event for event in (used, slot.ready) if event is not None])
+        elif slot.key is not None:
+            if used is None and slot.ready is not None:
+                self._compute().wait_event(slot.ready)
+            slot.buffer.release()
+
+    def _compute(self) -> Any:
+        return self._streams.current() if self._streams is not None else None
+
+    def _mark_compute(self) -> Any:
+        if self.stream is None or self._streams is None:
+            return None
+        return self._streams.mark(self._streams.current())

@@ -1,0 +1,169 @@
+"""Entering and leaving groups: what happens around the forward of a module that is group-offloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .groups import GroupState, quiet
+from .lane import Lane
+
+#: Told to whoever runs a backward pass through weights that have left the device.
+BACKWARD = (
+    "A backward pass reached the group-offloaded module {name}, whose weights have left the device. Group offloading is for "
+    "inference: run the forward under torch.no_grad() or torch.inference_mode(), or train without group offloading."
+)
+
+
+def enter(state: GroupState, inputs: Any = None) -> None:
+    """Brings the group to the device, ready for the stream that computes. Harmless if it is there already."""
+    if state.passive:
+        return
+    graph = torch.is_grad_enabled() and _makes_graph(state, inputs)
+    with quiet():
+        lane = _planned(state)
+        with lane.lock:
+            if not state.active:
+                _evict_idle(lane, state)
+                _activate(lane, state, graph)
+            state.running += 1
+            if not graph:
+                lane.prefetch()
+
+
+def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> None:
+    """Takes the group off the device if `module` is the one after which it is not needed any more."""
+    if state.passive:
+        return
+    if torch.is_grad_enabled():
+        _guard_backward(state, output)
+    lane = state.lane
+    if lane is None:
+        return
+    with quiet(), lane.lock:
+        state.running = max(0, state.running - 1)
+        if module is state.leader and state.active:
+            offload(lane, state)
+
+
+def abandon(state: GroupState) -> None:
+    """After an exception: takes the group, and every group that was entered inside it, off the device."""
+    lane = state.lane
+    if state.passive or lane is None:
+        return
+    with quiet(), lane.lock:
+        inside = list(lane.active)
+        inside = inside[inside.index(state) :] if state in lane.active else []
+        for other in reversed(inside):
+            _deactivate(lane, other)
+        lane.order.edge()
+        if not lane.active:
+            lane.finish()
+
+
+def park(state: GroupState) -> None:
+    """Makes the group's home and takes it off the device: what enabling does, and upstream's `offload_`."""
+    if state.passive:
+        return
+    with quiet():
+        lane = _planned(state)
+        with lane.lock:
+            if state.active:
+                offload(lane, state)
+            for unit in state.units:
+                unit.settle()
+
+
+def offload(lane: Lane, state: GroupState) -> None:
+    """Takes an active group off the device; the end of a spanning group is the end of a forward."""
+    if state.spanning:
+        # Whatever was entered inside and not left (its last module did not run) has no business outside.
+        for other in [other for other in reversed(list(lane.active)) if other is not state and not other.spanning]:
+            _deactivate(lane, other)
+    _deactivate(lane, state)
+    if lane.active:
+        lane.prefetch()
+        return
+    if state.spanning:
+        lane.order.edge()
+    if lane.idle():
+        lane.finish()
+    else:
+        lane.prefetch()
+
+
+def retire(state: GroupState) -> None:
+    """Lets go of a group whose hook is removed; its tensors stay ordinary tensors on the offload device."""
+    lane = state.lane
+    if lane is not None:
+        with quiet(), lane.lock:
+            if state.active:
+                _deactivate(lane, state)
+            for unit in state.units:
+                lane.drop(unit)
+            if not lane.active:
+                lane.finish()
+    state.retire()
+
+
+def _planned(state: GroupState) -> Lane:
+    if not state.active and not state.current():
+        state.plan()
+    assert state.lane is not None
+    return state.lane
+
+
+def _activate(lane: Lane, state: GroupState, graph: bool) -> None:
+    if state.spanning and not lane.active:
+        lane.order.edge()
+    state.mark_volatile()
+    done = []
+    try:
+        for unit in state.units:
+            lane.acquire(unit, state.spanning, graph)
+            done.append(unit)
+    except BaseException:
+        # Nothing half-moved stays behind: the weights are on the host as before.
+        for unit in done:
+            lane.release(unit)
+        raise
+    state.active = True
+    lane.active[state] = None
+    lane.order.enter(state)
+
+
+def _deactivate(lane: Lane, state: GroupState) -> None:
+    lane.active.pop(state, None)
+    state.active, state.running = False, 0
+    for unit in state.units:
+        if unit.bound:
+            lane.release(unit)
+    state.take_replaced()
+
+
+def _evict_idle(lane: Lane, coming: GroupState) -> None:
+    """Offloads groups none of whose modules runs: their last module was skipped or ran out of order."""
+    for state in list(lane.active):
+        if not state.running and state is not coming:
+            _deactivate(lane, state)
+
+
+def _makes_graph(state: GroupState, inputs: Any) -> bool:
+    """True if autograd will save this group's weights: then their memory must not be reused."""
+    if any(entry.tensor.requires_grad for unit in state.units for entry in unit.entries):
+        return True
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(inputs))
+
+
+def _guard_backward(state: GroupState, output: Any) -> None:
+    """Makes a backward pass through the group fail with a reason instead of a device mismatch or a wrong gradient (T1)."""
+    message = BACKWARD.format(name=type(state.leader).__name__)
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError(message)
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(refuse)

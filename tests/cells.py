@@ -1,0 +1,206 @@
+"""One cell of the matrix: a kind of tensor, in a memory mode, compared bit for bit with the resident model.
+
+Used on the simulated accelerator and on a real GPU alike; a cell is a list of faults, empty when everything holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.kinds import contract
+from tests.kinds.catalogue import KINDS, Kind
+from tests.kinds.models import annotate
+
+PASSES = 4
+#: Orders of a stack's blocks, tried one after another: skipped, repeated, reversed, and back.
+PLANS: tuple[Any, ...] = ((0, 2), (1, 1, 3, 1), (3, 2, 1, 0), None)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Arguments of `apply_group_offloading`, under a name."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.arguments.get("use_stream"))
+
+    @property
+    def low(self) -> bool:
+        return bool(self.arguments.get("low_cpu_mem_usage"))
+
+
+def _modes() -> Iterator[Mode]:
+    kinds = {"block": {"offload_type": "block_level", "num_blocks_per_group": 1}, "leaf": {"offload_type": "leaf_level"}}
+    flags: dict[str, dict[str, Any]] = {
+        "": {},
+        "+nonblocking": {"non_blocking": True},
+        "+low": {"low_cpu_mem_usage": True},
+        "+stream": {"use_stream": True},
+        "+stream+record": {"use_stream": True, "record_stream": True},
+        "+stream+low": {"use_stream": True, "low_cpu_mem_usage": True},
+        "+stream+record+low": {"use_stream": True, "record_stream": True, "low_cpu_mem_usage": True},
+    }
+    for kind, base in kinds.items():
+        for name, extra in flags.items():
+            yield Mode(kind + name, {**base, **extra})
+    yield Mode("block2", {**kinds["block"], "num_blocks_per_group": 2})
+    yield Mode("block3+nonblocking", {**kinds["block"], "num_blocks_per_group": 3, "non_blocking": True})
+
+
+MODES: dict[str, Mode] = {mode.name: mode for mode in _modes()}
+
+
+@dataclass
+class Setting:
+    """Where and how cells run: the device, a way to enable offloading there, and a way to read its live bytes."""
+
+    device: torch.device
+    enable: Callable[..., None]
+    live_bytes: Callable[[], int]
+    pinned_bytes: Callable[[], int]
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def run(kind: Kind | str, mode: Mode, setting: Setting, quantised_on: str = "cpu") -> list[str]:
+    """The faults of one cell."""
+    kind = KINDS[kind] if isinstance(kind, str) else kind
+    cell = Cell(kind, mode, setting, quantised_on)
+    try:
+        with torch.no_grad(), setting.around():
+            cell.check()
+    finally:
+        cell.close()
+    return cell.faults
+
+
+class Cell:
+    """The work of one cell, with the models that it needs."""
+
+    def __init__(self, kind: Kind, mode: Mode, setting: Setting, quantised_on: str) -> None:
+        self.kind, self.mode, self.setting = kind, mode, setting
+        self.device = setting.device
+        self.faults: list[str] = []
+        origin = self.device if quantised_on == "accelerator" else "cpu"
+        self.expected, example = kind.resident(self.device, quantised_on=quantised_on)
+        self.example = example.to(self.device)
+        self.warm_up()
+        gc.collect()
+        self.before = setting.live_bytes()
+        self.model, _ = kind.build(origin)
+        self.from_cpu = origin == "cpu"
+        self.saved = contract.persistence(self.model) if self.from_cpu else {}
+        self.print = contract.fingerprint(self.wanted_at_rest(origin))
+        self.ids = contract.snapshot_ids(self.model)
+        self.ties = contract.tied_names(self.model)
+
+    def wanted_at_rest(self, origin: Any) -> nn.Module:
+        """The model as it must look while offloaded: as it is, or what its classes make of it on the host."""
+        if origin == "cpu" or "repack" not in self.kind.tags:
+            return self.model
+        model = self.kind.build(origin)[0].to("cpu")
+        annotate(model)
+        return model
+
+    def warm_up(self) -> None:
+        """Lets the resident model make what it makes at its first forward, unless a forward changes it."""
+        if "buffers" not in self.kind.tags:
+            with torch.no_grad(), self.setting.around():
+                self.expected(self.example)
+
+    def check(self) -> None:
+        """Runs everything that the contract asks of a cell."""
+        self.setting.enable(self.model, self.device, self.mode)
+        self.at_rest("after enabling")
+        for index in range(PASSES):
+            self.forward(f"pass {index + 1}")
+        if hasattr(self.model, "fail_at"):
+            self.interrupted()
+        if hasattr(self.model, "plan"):
+            self.orders()
+
+    def forward(self, when: str) -> None:
+        """One forward of both models, compared, and the state of the offloaded one afterwards."""
+        with torch.no_grad():
+            wanted = self.expected(self.example)
+            got = self.model(self.example)
+        self.compare(got, wanted, when)
+        del got, wanted
+        self.at_rest(when)
+
+    def compare(self, got: Any, wanted: Any, when: str) -> None:
+        """Bit equality; NaN equals nothing."""
+        if got.device != wanted.device:
+            self.faults.append(f"{when}: output on {got.device}")
+        elif not torch.equal(got, wanted):
+            nan = " (NaN)" if torch.isnan(got.float()).any() else ""
+            worst = (got.float() - wanted.float()).abs().max().item()
+            self.faults.append(f"{when}: output differs by {worst:.3g}{nan}")
+
+    def at_rest(self, when: str) -> None:
+        """Everything is on the host, honest about it, and as it was or as the resident model now has it."""
+        found = contract.leaves_off(self.model, "cpu")
+        gc.collect()
+        extra = self.setting.live_bytes() - self.before
+        if extra > 0:
+            found.append(f"{extra} bytes of device memory are kept")
+        if contract.snapshot_ids(self.model) != self.ids:
+            found.append("a parameter is another object")
+        if contract.tied_names(self.model) != self.ties:
+            found.append("a tie is broken")
+        found += self.contents()
+        if self.mode.low and self.setting.pinned_bytes() > self.pin_allowance():
+            found.append(f"{self.setting.pinned_bytes()} bytes are pinned")
+        self.faults += [f"{when}: {text}" for text in found[:6]]
+
+    def pin_allowance(self) -> int:
+        """Bytes that `low_cpu_mem_usage` may keep pinned: staging, never the weights."""
+        return 0
+
+    def contents(self) -> list[str]:
+        """The bytes, attributes and layout against the model before enabling."""
+        now = contract.fingerprint(self.model)
+        if {"buffers", "state"} & self.kind.tags:
+            wanted = contract.fingerprint(self.expected)
+            return [text for text in contract.diff(wanted, now, devices=False) if "bytes differ" in text]
+        return contract.diff(self.print, now, devices=self.from_cpu)
+
+    def interrupted(self) -> None:
+        """A forward that raises half-way leaves everything as after any forward."""
+        depth = len(self.model.blocks)
+        self.model.fail_at = depth // 2
+        raised = False
+        try:
+            with torch.no_grad():
+                self.model(self.example)
+        except RuntimeError as error:
+            raised = "told to fail" in str(error)
+        if not raised:
+            self.faults.append("the planned failure did not come through")
+        self.model.fail_at = None
+        if "buffers" in self.kind.tags:
+            return
+        self.at_rest("after a failure")
+        self.forward("after a failure, next pass")
+
+    def orders(self) -> None:
+        """Other orders of the blocks than the one that was learnt."""
+        if "buffers" in self.kind.tags:
+            return
+        for plan in PLANS:
+            self.model.plan = self.expected.plan = plan
+            self.forward(f"order {plan}")
+
+    def close(self) -> None:
+        """Lets go of the models."""
+        del self.model, self.expected
+        gc.collect()
