@@ -1,7 +1,7 @@
 """A simulated accelerator named "npu" for tests without a GPU: two devices, real stream order, and a hazard detector.
 
 `load()` must run before diffusers is imported, because torch remembers the accelerator it finds at the first use. After
-it `torch.npu` has what `torch.cuda` has: streams, events, memory figures, and `host_register`, which pins memory in place.
+it `torch.npu` has what `torch.cuda` has: streams, events, memory figures, and `host_register`, which pins in place.
 
 What it is strict about:
 - A non-blocking copy of pinned memory runs at the last moment that the ordering allows. Until then its target holds
@@ -12,8 +12,8 @@ What it is strict about:
 - Tensors of different devices do not mix, and device tensors cannot be pinned.
 
 What it does not show: compute and copies within a device run at once, so a missing wait for *them* is a hazard but not
-a NaN; a non-blocking copy of pageable memory waits like a blocking one; the bytes of a strided view count from its first
-to its last, gaps included; all host threads count as one; pinned memory is not cached.
+a NaN; a non-blocking copy of pageable memory waits like a blocking one; a strided view counts from its first byte to
+its last, gaps included; all host threads count as one; pinned memory is not cached.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ Span span_of(const at::Tensor& tensor) {
   for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
   auto* base = static_cast<char*>(tensor.storage().data_ptr().get());
   if (!base) return {};
-  return {base + tensor.storage_offset() * tensor.element_size(), static_cast<size_t>(last + 1) * tensor.element_size()};
+  size_t item = tensor.element_size();
+  return {base + tensor.storage_offset() * item, static_cast<size_t>(last + 1) * item};
 }
 
 namespace {

@@ -13,8 +13,8 @@ c10::Storage cpu_alias_storage(const c10::Storage& storage) {
 }
 
 at::Tensor cpu_alias(const at::Tensor& tensor, const c10::Storage& storage) {
-  auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                        tensor.dtype());
+  c10::DispatchKeySet keys(c10::DispatchKey::CPU);
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, tensor.dtype());
   alias.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
   alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   alias._set_conj(tensor.is_conj());
@@ -68,8 +68,10 @@ bool takes_cpu_indices(const std::string& name) {
 
 // Operations whose result's shape or value the host must know.
 bool waits_for_device(const c10::OperatorHandle& op) {
-  for (const auto& result : op.schema().returns())
-    if (result.type()->kind() == c10::TypeKind::BoolType || result.type()->kind() == c10::TypeKind::NumberType) return true;
+  for (const auto& result : op.schema().returns()) {
+    auto kind = result.type()->kind();
+    if (kind == c10::TypeKind::BoolType || kind == c10::TypeKind::NumberType) return true;
+  }
   const auto& name = name_of(op);
   return name == "aten::nonzero" || name == "aten::masked_select" || name.rfind("aten::unique", 0) == 0 ||
          name.rfind("aten::_unique", 0) == 0;
@@ -142,7 +144,8 @@ void Call::start() {
   stream_ = current_stream_index(device_->index());
   seq_ = begin_op(stream_);
   ++state().count.kernels;
-  for (const auto& operand : operands_) touch(span_of(operand.tensor), true, stream_, seq_, operand.write, name_of(op_));
+  for (const auto& operand : operands_)
+    touch(span_of(operand.tensor), true, stream_, seq_, operand.write, name_of(op_));
   if (!waits_for_device(op_)) return;
   ++state().count.implicit_syncs;
   host_waits_for(state().streams[stream_].clock);
@@ -168,8 +171,9 @@ at::Tensor Call::to_device(const at::Tensor& result) {
   at::Tensor tensor = result.resolve_conj().resolve_neg();
   if (!tensor.is_non_overlapping_and_dense()) tensor = tensor.contiguous();
   c10::DeviceGuard guard(*device_);
-  at::Tensor out = at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), device_allocator(),
-                                                     c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), tensor.scalar_type());
+  c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  at::Tensor out = at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), device_allocator(), keys,
+                                                     tensor.scalar_type());
   Span to = span_of(out), from = span_of(tensor);
   if (to.size) std::memcpy(to.ptr, from.ptr, to.size);
   Locked lock;
@@ -182,7 +186,7 @@ at::Tensor Call::restore(const at::Tensor& result) {
   for (const auto& operand : operands_)
     if (operand.alias.is_same(result)) return operand.tensor;
   for (const auto& operand : operands_) {
-    if (!result.has_storage() || operand.alias.storage().unsafeGetStorageImpl() != result.storage().unsafeGetStorageImpl()) continue;
+    if (!result.has_storage() || !operand.alias.storage().is_alias_of(result.storage())) continue;
     auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(operand.tensor.storage()),
                                                          operand.tensor.key_set(), result.dtype());
     view.unsafeGetTensorImpl()->set_storage_offset(result.storage_offset());
@@ -242,8 +246,9 @@ void convolution_backward(const c10::OperatorHandle& op, c10::DispatchKeySet, to
 }
 
 // Without a gradient the whole attention runs as the CPU's own, so that results are equal bit for bit.
-at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
-                     double dropout, bool causal, std::optional<double> scale, bool gqa) {
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
+                     bool gqa) {
   bool grad = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
   bool traced = q.key_set().has(c10::DispatchKey::Python) || k.key_set().has(c10::DispatchKey::Python) ||
                 v.key_set().has(c10::DispatchKey::Python) || c10::impl::TorchDispatchModeTLS::any_modes_set();
@@ -260,7 +265,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("scaled_dot_product_attention", &attention);
-  // torch has a decomposition of these that a backend gets unless it says otherwise; its last bit differs from the CPU's.
+  // torch has a decomposition of these that a backend gets unless it says otherwise; its last bit differs from the
+  // CPU's.
   for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

@@ -25,8 +25,8 @@ void check_use(const Block& block, const Use& old, const Use& use, const std::st
   if (old.end <= use.begin || use.end <= old.begin) return;
   if (old.seq <= state().streams[use.stream].clock.at[old.stream]) return;
   report(c10::str(relation(old.write, use.write), ": ", what, " on ", stream_name(use.stream), " uses bytes [",
-                  use.begin, ", ", use.end, ") of a ", block.size, "-byte ", place(block), " block, unordered with operation ",
-                  old.seq, " of ", stream_name(old.stream)));
+                  use.begin, ", ", use.end, ") of a ", block.size, "-byte ", place(block),
+                  " block, unordered with operation ", old.seq, " of ", stream_name(old.stream)));
 }
 
 // A stamp may go when whatever conflicts with it must also conflict with the newer one, or when the host waited for it.
@@ -58,7 +58,8 @@ void touch(const Span& span, bool device_memory, int stream, uint64_t seq, bool 
   Use use{begin, std::min(begin + span.size, block->size), stream, seq, write};
   for (const Use& old : block->uses) check_use(*block, old, use, what);
   auto& uses = block->uses;
-  uses.erase(std::remove_if(uses.begin(), uses.end(), [&](const Use& old) { return superseded(old, use); }), uses.end());
+  auto gone = [&](const Use& old) { return superseded(old, use); };
+  uses.erase(std::remove_if(uses.begin(), uses.end(), gone), uses.end());
   uses.push_back(use);
 }
 

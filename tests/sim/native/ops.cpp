@@ -28,14 +28,22 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, at::dtype_or_default(dtype));
 }
 
-at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  std::vector<int64_t> contiguous(size.size(), 1);
-  for (int64_t i = static_cast<int64_t>(size.size()) - 2; i >= 0; --i) contiguous[i] = contiguous[i + 1] * std::max<int64_t>(size[i + 1], 1);
+std::vector<int64_t> dense_strides(at::IntArrayRef size) {
+  std::vector<int64_t> strides(size.size(), 1);
+  for (auto i = static_cast<int64_t>(size.size()) - 2; i >= 0; --i)
+    strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
+  return strides;
+}
+
+at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
+                               at::IntArrayRef stride) {
+  std::vector<int64_t> contiguous = dense_strides(size);
   if (stride.size() != size.size()) stride = contiguous;
   size_t needed = at::detail::computeStorageNbytes(size, stride, self.dtype().itemsize(), offset);
-  TORCH_CHECK(c10::multiply_integers(size) == 0 || needed <= source.nbytes(), "setStorage: sizes and strides need ", needed,
-              " bytes, the storage has ", source.nbytes());
-  TORCH_CHECK(source.device_type() == kType, "set_: the storage is on ", source.device(), ", the tensor on ", self.device());
+  TORCH_CHECK(c10::multiply_integers(size) == 0 || needed <= source.nbytes(), "setStorage: sizes and strides need ",
+              needed, " bytes, the storage has ", source.nbytes());
+  TORCH_CHECK(source.device() == self.device(), "set_: the storage is on ", source.device(), ", the tensor on ",
+              self.device());
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   impl->set_storage_offset(offset);
@@ -85,7 +93,8 @@ at::Tensor refuse_to_pin(const at::Tensor& self, std::optional<at::Device>) {
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   Locked lock;
-  if (auto block = find_block(state().device_blocks, self.storage().data_ptr().get(), 1)) block->recorded.set(stream_index(stream));
+  auto block = find_block(state().device_blocks, self.storage().data_ptr().get(), 1);
+  if (block) block->recorded.set(stream_index(stream));
 }
 
 // Tells `param.data = tensor` that plain tensors of the CPU and of the device may replace each other, as with CUDA.
@@ -118,9 +127,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     TORCH_CHECK(block, "the pointer is not device memory");
     return at::Device(kType, static_cast<c10::DeviceIndex>(block->device));
   }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override { resize_storage(storage, nbytes); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    resize_storage(storage, nbytes);
+  }
   // Random numbers are the CPU's, so that seeds give the CPU's results.
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const { return at::detail::getDefaultCPUGenerator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const {
+    return at::detail::getDefaultCPUGenerator();
+  }
   at::Generator getNewGenerator(c10::DeviceIndex) const { return at::detail::createCPUGenerator(); }
 };
 
