@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from overlays import pythonpath
+from overlays import ROOT, pythonpath
 
 SWITCHES = ("DIFFUSERS_OFFLOAD_FIX", "DIFFUSERS_OFFLOAD_FIX_SKIP", "AUTOWRAPT_BOOTSTRAP")
 # Short names for what most of these programs use.
@@ -47,7 +47,7 @@ class Lines(logging.Handler):
 def environment(diffusers: str | None = None, **switches: str) -> dict[str, str]:
     """The environment of a process that sees one release of diffusers and these switches of the plugin."""
     inherited = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-    paths = [*pythonpath(diffusers), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*pythonpath(diffusers), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), **switches}
 
 

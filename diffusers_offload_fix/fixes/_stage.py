@@ -2,8 +2,10 @@
 
 The stage is a copy of the target module in which every function of upstream has been rebuilt over other globals:
 `torch` is a stand-in whose accelerator only keeps a log. Nothing in the real module, in torch or on a device is
-touched, and no accelerator is initialised. Code of this plugin never plays here: that the replacements are right is
-shown by the tests on the simulated accelerator, and by `tests/gpu` on a real one.
+touched, and no accelerator is initialised. Code of this plugin never plays here: a probe answers False once the
+plugin's functions are live. That these are right is shown by the tests on the simulated accelerator
+(`tests/test_live_evidence.py` meets the bugs themselves, with and without the plugin), and by `tests/gpu` on a real
+one.
 """
 
 from __future__ import annotations
