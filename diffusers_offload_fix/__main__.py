@@ -13,9 +13,12 @@ import sys
 from diffusers_offload_fix import _startup
 
 USAGE = """\
-python -m diffusers_offload_fix [--json]                     versions, and the state of every upstream bug
-python -m diffusers_offload_fix run [-m MODULE | SCRIPT] ARGS   run an unmodified program with the plugin on
-python -m diffusers_offload_fix check [ARGS]                 run a tiny pipeline unpatched and patched
+python -m diffusers_offload_fix [--json]
+           versions, and the state of every upstream bug
+       python -m diffusers_offload_fix run [-m MODULE | SCRIPT] ARGS
+           run an unmodified program with the plugin on
+       python -m diffusers_offload_fix check [ARGS]
+           run a tiny pipeline unpatched and patched
 """
 # Subcommands that live in a module of their own.
 MODULES = {"check": "diffusers_offload_fix.check", "bench": "diffusers_offload_fix.bench"}
@@ -51,7 +54,7 @@ def run(argv: list[str]) -> int:
     as_module = argv[:1] == ["-m"]
     rest = argv[1:] if as_module else argv
     if not rest:
-        sys.stderr.write(USAGE)
+        sys.stderr.write(f"usage: {USAGE}")
         return 2
     sys.argv = rest
     if as_module:

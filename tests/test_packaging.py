@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from importlib import metadata
@@ -15,6 +14,8 @@ import pytest
 from fresh import environment
 
 ROOT = Path(__file__).resolve().parent.parent
+# Where the packages of the environment that runs the tests are.
+OUTER = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 BLOCKS = (ROOT / "README.md").read_text().split("```")
 # The two lines of the README.
 TWO_LINES = "try: import diffusers_offload_fix\nexcept ImportError: pass\n"
@@ -36,7 +37,7 @@ class Environment:
         self.python = folder / "bin" / "python"
         script = "import sysconfig; print(sysconfig.get_path('purelib'))"
         self.site = Path(self.output("-c", script))
-        (self.site / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+        (self.site / "outer.pth").write_text("\n".join([*OUTER, str(ROOT), ""]))
 
     def output(self, *arguments: str, **variables: str) -> str:
         inherited = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
@@ -83,7 +84,7 @@ def test_autowrapt(fresh: Environment) -> None:
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(fresh.site)]
     subprocess.run([*install, "autowrapt"], check=True)
     subprocess.run([*install, str(ROOT)], check=True)
-    (fresh.site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (fresh.site / "outer.pth").write_text("\n".join([*OUTER, ""]))
     assert fresh.output("-c", PROGRAM, AUTOWRAPT_BOOTSTRAP="diffusers_offload_fix") == GOOD
     script = "import sys; print('diffusers' in sys.modules, 'torch' in sys.modules)"
     assert fresh.output("-c", script, AUTOWRAPT_BOOTSTRAP="diffusers_offload_fix") == "False False"
