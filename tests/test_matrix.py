@@ -1,0 +1,39 @@
+"""The matrix: every kind of tensor in every memory mode, bit for bit equal to the resident model, on the simulated accelerator.
+
+The whole matrix runs with DIFFUSERS_OFFLOAD_FIX_FULL=1 (nox -s matrix); without it the plain kinds run in every mode and the others in
+the modes that differ in how bytes travel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import diffusers_offload_fix  # noqa: F401
+from tests import cells, simulated
+from tests.kinds.catalogue import KINDS
+
+FULL = bool(os.environ.get("DIFFUSERS_OFFLOAD_FIX_FULL"))
+#: Modes whose bytes take different ways; the rest differ in flags that the plugin makes harmless.
+TELLING = ("block", "block+stream", "block+stream+low", "leaf+stream", "block2")
+EVERY_MODE = ("plain-bfloat16", "plain-float32", "plain-tied-root", "plain-changing-buffers", "own-nested", "torchao-int8wo")
+
+
+def _cells() -> Iterator[Any]:
+    for name, kind in KINDS.items():
+        modes = cells.MODES if FULL or name in EVERY_MODE else TELLING
+        for place in kind.quantised_on:
+            for mode in modes:
+                yield pytest.param(name, place, mode, id=f"{name}-{place}-{mode}")
+
+
+@pytest.mark.parametrize(("name", "place", "mode"), list(_cells()))
+def test_cell(name: str, place: str, mode: str, npu: torch.device) -> None:
+    reason = KINDS[name].runs(npu, place)
+    if reason is not None:
+        pytest.skip(reason)
+    assert cells.run(name, cells.MODES[mode], simulated.setting(), place) == []
