@@ -34,12 +34,12 @@ class CudaRegistrar:
     """`cudaHostRegister`; on ROCm the same names reach HIP."""
 
     def register(self, address: int, nbytes: int) -> None:
-        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         if error:
             raise PinError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
 
     def unregister(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 #: Registration by device type. A type that is not listed is pinned through torch's own allocator.
@@ -120,7 +120,7 @@ def as_tensor(block: numpy.ndarray[Any, Any], offset: int, nbytes: int, dtype: t
     """
     if not nbytes:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memoryview(block)[offset : offset + nbytes], dtype=dtype)
+    return torch.frombuffer(block[offset : offset + nbytes].data, dtype=dtype)
 
 
 def resolve(device: torch.device | str) -> torch.device:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .packing import moved_by_class
 from .tree import Tree, attributes, bare, set_attribute, twin
 
 #: Tests set this to "in_place" to run the whole contract that way; None takes the first way that torch accepts.
@@ -76,11 +77,11 @@ def unchanged(leaf: Tensor, host: Tensor) -> bool:
 
 
 class PlainBinding(Binding):
-    """A tensor over plain storage, with the tensors attached to it (a quantisation state), each by `.data`."""
+    """A tensor over plain storage, by `.data`."""
 
     def __init__(self, tree: Tree) -> None:
         self.tensor = tree.root
-        self._tree = tree
+        self._leaves = tree.leaves
         self.cargo = list(tree.leaves)
 
     def adopt(self, leaves: list[Tensor]) -> None:
@@ -88,24 +89,46 @@ class PlainBinding(Binding):
         self.unbind()
 
     def bind(self, views: list[Tensor], in_place: bool) -> None:
-        for leaf, view in zip(self._tree.leaves, views):
+        for leaf, view in zip(self._leaves, views):
             leaf.data = view
 
     def unbind(self) -> None:
-        for leaf, host in zip(self._tree.leaves, self.cargo):
+        for leaf, host in zip(self._leaves, self.cargo):
             leaf.data = host
 
     def intact(self) -> bool:
-        leaves = self._tree.leaves
-        if len(leaves) > 1 and not self._tree.intact():
-            return False
-        return all(unchanged(leaf, host) for leaf, host in zip(leaves, self.cargo))
+        return all(unchanged(leaf, host) for leaf, host in zip(self._leaves, self.cargo))
 
     def device_leaves(self) -> list[Tensor]:
-        return self._tree.leaves
+        return self._leaves
 
     def stamp(self) -> list[int]:
-        return [version(leaf) for leaf in self._tree.leaves]
+        return [version(leaf) for leaf in self._leaves]
+
+
+class StatefulBinding(PlainBinding):
+    """A tensor over plain storage with more tensors in its attributes or in its module's (bitsandbytes' states).
+
+    Its library moves these between objects and makes new ones while it runs, so they are looked for each time.
+    """
+
+    def __init__(self, tree: Tree, device: torch.device, offload_device: torch.device) -> None:
+        super().__init__(tree)
+        self._tree = tree
+        self._device = device
+        self._offload_device = offload_device
+
+    def unbind(self) -> None:
+        super().unbind()
+        known = set(map(id, self._leaves))
+        for leaf in self._tree.fresh().leaves:
+            if id(leaf) not in known and leaf.device == self._device:
+                let_go_of_base(leaf)
+                leaf.data = leaf.data.to(self._offload_device)
+
+    def intact(self) -> bool:
+        now = self._tree.fresh().leaves
+        return list(map(id, now)) == list(map(id, self._leaves)) and super().intact()
 
 
 class WrapperBinding(Binding):
@@ -254,9 +277,10 @@ class RepackedBinding(Binding):
 
     def changed_on_device(self) -> None:
         # Rare enough to go through the class: the host form follows the packed one.
-        host = self.tensor.to(self._offload_device)
-        for kept, leaf in zip(self._kept, Tree(host).leaves):
-            kept.copy_(leaf)
+        host = moved_by_class(self.tensor, self._offload_device)
+        if host is not None:
+            for kept, leaf in zip(self._kept, Tree(host).leaves):
+                kept.copy_(leaf)
 
     def _park(self) -> None:
         for leaf, host in zip(self._packed.leaves, self.cargo):
@@ -266,10 +290,16 @@ class RepackedBinding(Binding):
 def swap(tensor: Tensor, other: Tensor) -> bool:
     """Swaps two tensors' contents, or says False where torch refuses; nothing has changed then."""
     try:
-        torch.utils.swap_tensors(tensor, other)
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
     return True
+
+
+def let_go_of_base(leaf: Tensor) -> None:
+    """Makes a leaf that was made as a view stand alone: else it keeps its base's memory for life, whatever data it is given."""
+    if leaf._is_view():
+        swap(leaf, leaf.data)
 
 
 def exchange(tensor: Tensor, other: Tensor, device: torch.device, in_place: bool = False) -> None:

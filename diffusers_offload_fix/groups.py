@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import backend
 from .lane import Lane
+from .tree import is_peculiar
 from .unit import Entry, Unit
 
 #: Where a `ModuleGroup` keeps its state.
@@ -41,6 +42,7 @@ class Structure:
         self._empty: list[dict[str, Any]] = []
         self._buffers: list[tuple[dict[str, Any], tuple[int, ...]]] = []
         self._norms: list[_NormBase] = []
+        self.owners: dict[int, torch.nn.Module] = {}
         for module in unique(part for root in modules for part in root.modules()):
             self._note(module)
         self._places = _places(loose, leader)
@@ -59,6 +61,7 @@ class Structure:
                 self._empty.append(table)
         if module._buffers:
             self._buffers.append((module._buffers, ids_of(module._buffers)))
+        self.owners.update({id(p): module for p in module._parameters.values() if is_peculiar(p)})
         self._note_norm(module)
 
     def _note_norm(self, module: torch.nn.Module) -> None:
@@ -208,6 +211,7 @@ class GroupState:
         self._entries = [_entry_of(tensor) for tensor in self._structure.tensors]
         for entry in self._entries:
             entry.claims.add(self)
+            entry.owner = self._structure.owners.get(id(entry.tensor), entry.owner)
         _bump()
 
     def _partition(self) -> None:

@@ -36,6 +36,14 @@ class Home:
         self.regions = regions
         self.slab = slab
 
+    def gather(self, target: Tensor, start: int) -> None:
+        """Copies the bytes from `start` on into `target` (a 1-d uint8 host tensor), as many as it holds."""
+        end = start + len(target)
+        for place, region in zip(self.layout.regions, self.regions):
+            first, last = max(place.offset, start), min(place.offset + place.nbytes, end)
+            if first < last:
+                target[first - start : last - start].copy_(region[first - place.offset : last - place.offset])
+
     def copy_to(self, memory: Tensor, non_blocking: bool) -> None:
         """Copies all bytes to `memory` (a 1-d uint8 tensor on the device) on the current stream: a slab in one copy."""
         if self.slab is not None:
@@ -56,7 +64,7 @@ def make_home(leaves: list[Tensor], device: torch.device, offload_device: torch.
         try:
             return _pinned_home(layout, device)
         except backend.PinError as error:
-            _warn_unpinned(layout.nbytes, error)
+            warn_unpinned(layout.nbytes, error)
     return _plain_home(layout, offload_device)
 
 
@@ -89,7 +97,8 @@ def _unpinned(source: Tensor, offload_device: torch.device) -> Tensor:
     return source.clone() if backend.is_pinned_here(source) else source.to(offload_device)
 
 
-def _warn_unpinned(nbytes: int, error: Exception) -> None:
+def warn_unpinned(nbytes: int, error: Exception) -> None:
+    """Says once, at level WARNING, that a group stays unpinned: how many bytes, why, and what it costs."""
     reason = str(error)
     if "pin" in _warned:
         logger.debug("a group of %d bytes stays unpinned: %s", nbytes, reason)

@@ -6,16 +6,21 @@ copies against the computing stream. A lane without a stream copies when a group
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import backend
+from .homes import Home, warn_unpinned
 from .layout import align
 from .order import Order
 from .slots import Arena, Buffer, Slot, whole
+from .staging import CHUNK, Ring
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 
 #: How many groups ahead are looked at; the arena's size is what really bounds it.
 LOOKAHEAD = 64
+#: Bytes under which a copy from unpinned memory is left to the driver.
+SMALL = 64 * 2**10
 
 
 class Lane:
@@ -53,6 +60,10 @@ class Lane:
         self.active: dict[GroupState, None] = {}
         self._loaded: dict[Unit, None] = {}
         self._last_copy: Any = None
+        self._ring: Ring | None = None
+        self._no_ring = False
+        self._executor: ThreadPoolExecutor | None = None
+        self._executor_pid = 0
 
     def acquire(self, unit: Unit, spanning: bool, graph: bool) -> None:
         """Loads a unit if need be and binds it.
@@ -66,9 +77,17 @@ class Lane:
             unit.settle()
             if unit.slot is None:
                 self._load(unit, self._own_slot(unit, graph) if spanning or graph else self._slot(unit))
-            self._wait_for(unit.slot)
+            self._arrive(unit)
             unit.bind(in_place=graph)
         unit.users += 1
+
+    def _arrive(self, unit: Unit) -> None:
+        try:
+            self._collect(unit.slot)
+        except BaseException:
+            self._give(unit, None)
+            raise
+        self._wait_for(unit.slot)
 
     def release(self, unit: Unit) -> None:
         """Offloads a unit when its last user lets go of it."""
@@ -87,12 +106,13 @@ class Lane:
                 return
 
     def finish(self) -> None:
-        """Ends a forward: nothing of this lane stays on the device.
+        """Ends a forward: nothing of this lane stays on the device, and no thread runs.
 
         The host waits for the last copy here, once: a weight that is changed in place right after a forward must not be changed under
         a copy that still reads it.
         """
         self._drop_unbound()
+        self._finish_jobs()
         if self._last_copy is not None and not self._last_copy.query():
             self._last_copy.synchronize()
         self._last_copy = None
@@ -102,6 +122,9 @@ class Lane:
     def drop(self, unit: Unit) -> None:
         """Gives back the slot of a unit that is loaded but not bound."""
         if unit.slot is not None and not unit.bound:
+            # Nobody waits for this copy any more; what it raised would be raised by the next one that is needed.
+            with contextlib.suppress(Exception):
+                self._collect(unit.slot)
             self._give(unit, None)
 
     def idle(self) -> bool:
@@ -184,16 +207,74 @@ class Lane:
 
     def _load(self, unit: Unit, slot: Slot) -> None:
         slot.stamps = unit.stamps()
-        if self.stream is None or self._streams is None:
+        ring = self._ring_for(unit)
+        if self._streams is None:
             unit.home.copy_to(slot.memory, non_blocking=False)
+        elif self.stream is None:
+            self._load_now(unit, slot, ring)
+        elif ring is not None:
+            slot.job = self._worker().submit(self._stage, unit.home, slot, ring)
         else:
-            for event in slot.waits:
-                self.stream.wait_event(event)
+            self._wait_for_free(slot)
             with self._streams.on(self.stream):
                 unit.home.copy_to(slot.memory, non_blocking=True)
             slot.ready = self._last_copy = self._streams.mark(self.stream)
         unit.slot, unit.lane = slot, self
         self._loaded[unit] = None
+
+    def _load_now(self, unit: Unit, slot: Slot, ring: Ring | None) -> None:
+        # Where there is no copy stream the host waits, as it does upstream: the weights may be changed as soon as this returns.
+        if ring is None:
+            unit.home.copy_to(slot.memory, non_blocking=False)
+        else:
+            ring.send(unit.home, slot.memory, self._compute())
+
+    def _stage(self, home: Home, slot: Slot, ring: Ring) -> Any:
+        # On the worker thread, which has modes of its own.
+        with torch.no_grad():
+            self._wait_for_free(slot)
+            return ring.send(home, slot.memory, self.stream)
+
+    def _wait_for_free(self, slot: Slot) -> None:
+        for event in slot.waits:
+            self.stream.wait_event(event)
+
+    def _ring_for(self, unit: Unit) -> Ring | None:
+        """The staging ring for a unit that is not pinned, or None where it would not help."""
+        if unit.home.slab is not None or unit.nbytes < SMALL or self._streams is None:
+            return None
+        if self._ring is None or (self._ring.largest < unit.nbytes and self._ring.chunk < CHUNK):
+            self._make_ring(unit.nbytes)
+        return self._ring
+
+    def _make_ring(self, largest: int) -> None:
+        if self._no_ring or self._streams is None:
+            return
+        self._finish_jobs()
+        self._ring = None
+        try:
+            self._ring = Ring(largest, self._streams)
+        except backend.PinError as error:
+            self._no_ring = True
+            warn_unpinned(largest, error)
+
+    def _worker(self) -> ThreadPoolExecutor:
+        # A thread does not survive a fork; it lives for one forward, so none outlives the model or holds up the interpreter's exit.
+        if self._executor is None or self._executor_pid != os.getpid():
+            self._executor = ThreadPoolExecutor(1, "offload-staging")
+            self._executor_pid = os.getpid()
+        return self._executor
+
+    def _finish_jobs(self) -> None:
+        if self._executor is not None and self._executor_pid == os.getpid():
+            self._executor.shutdown()
+        self._executor = None
+
+    def _collect(self, slot: Slot) -> None:
+        """Waits until the worker has issued the slot's copies; its error, if there was one, is raised here."""
+        job, slot.job = slot.job, None
+        if job is not None:
+            slot.ready = self._last_copy = job.result()
 
     def _wait_for(self, slot: Slot) -> None:
         compute = self._compute()

@@ -108,7 +108,7 @@ def byte_range(leaf: Tensor) -> tuple[int, int]:
     if leaf.numel() == 0:
         return 0, 0
     span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride()))
-    begin = leaf.storage_offset() * leaf.element_size()
+    begin = int(leaf.storage_offset()) * leaf.element_size()
     return begin, begin + span * leaf.element_size()
 
 

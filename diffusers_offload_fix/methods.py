@@ -23,10 +23,10 @@ Function = Callable[..., Any]
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Moving weights is not for the compiler. Functions rather than wrapt proxies: a proxy that dynamo traces costs a graph break.
-_enter = torch.compiler.disable(mover.enter)
-_leave = torch.compiler.disable(mover.leave)
-_abandon = torch.compiler.disable(mover.abandon)
-_park = torch.compiler.disable(mover.park)
+_enter = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
+_leave = torch.compiler.disable(mover.leave)  # type: ignore[no-untyped-call]
+_abandon = torch.compiler.disable(mover.abandon)  # type: ignore[no-untyped-call]
+_park = torch.compiler.disable(mover.park)  # type: ignore[no-untyped-call]
 
 
 def _init(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def packed_for(tensor: Tensor, tree: Tree, device: torch.device) -> Tensor | Non
     signature = _signature(tree, device)
     if _moves_as_it_is.get(signature):
         return None
-    moved = _moved(tensor, device)
+    moved = moved_by_class(tensor, device)
     same = moved is None or _same_bytes(tree, Tree(moved))
     _moves_as_it_is[signature] = same
     return None if same else moved
@@ -55,10 +55,11 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "__dict__")
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """`tensor.to(device)`; None where the class has no such operation, so that only its leaves can move."""
+def moved_by_class(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """`tensor.to(device)`, which some classes (NF4Tensor) only know as a torch function; None where the class has no such operation, so that only its leaves can move."""
     try:
-        moved = tensor.to(device)
+        with torch._C._EnableTorchFunction():
+            moved = tensor.to(device)
     except Exception as error:
         if device.type == "cpu" or _is_missing(error):
             return None

@@ -54,12 +54,13 @@ class Slot:
     Attributes:
         memory: the bytes, a 1-d uint8 tensor.
         waits: events that a copy into the slot has to wait for.
+        job: the future whose result is `ready`, while a worker still copies; else None.
         ready: the event after which the slot holds its unit, or None where the copy ran on the computing stream itself.
         stamps: the tensors' change counters when the copy was issued.
         key: equal for slots at the same place of the same buffer; None if views of the slot must not be kept.
     """
 
-    __slots__ = ("memory", "waits", "ready", "stamps", "key", "buffer", "start", "end")
+    __slots__ = ("buffer", "end", "job", "key", "memory", "ready", "stamps", "start", "waits")
 
     def __init__(self, buffer: Buffer, memory: Tensor, start: int, end: int, waits: list[Any]) -> None:
         self.buffer = buffer
@@ -67,6 +68,7 @@ class Slot:
         self.start = start
         self.end = end
         self.waits = waits
+        self.job: Any = None
         self.ready: Any = None
         self.stamps: list[list[int]] = []
         self.key: Any = (buffer, start)
@@ -78,7 +80,7 @@ def whole(buffer: Buffer) -> Slot:
 
 
 class _Free:
-    __slots__ = ("start", "end", "waits")
+    __slots__ = ("end", "start", "waits")
 
     def __init__(self, start: int, end: int, waits: list[Any]) -> None:
         self.start, self.end, self.waits = start, end, waits

@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 ATTRIBUTE_DEPTH = 3
 
 
+#: Where a module keeps what it registers; the rest of its attributes is its own.
+MODULE_TABLES = frozenset(torch.nn.Module().__dict__)
+
+
 class Tree:
     """The leaves and wrappers of one tensor, as they are at the moment of reading.
 
@@ -27,16 +31,20 @@ class Tree:
         wrappers: every wrapper tensor in it, outermost first; empty for plain storage.
         leaves: every dense tensor in it, in a stable order.
         links: for each inner tensor, `(owner, name, tensor)`: where it hangs.
+        owner: the module that keeps more of the tensor's state in its own attributes, or None.
     """
 
-    __slots__ = ("root", "wrappers", "leaves", "links")
+    __slots__ = ("leaves", "links", "owner", "root", "wrappers")
 
-    def __init__(self, root: Tensor) -> None:
+    def __init__(self, root: Tensor, owner: torch.nn.Module | None = None) -> None:
         self.root = root
+        self.owner = owner
         self.wrappers: list[Tensor] = []
         self.leaves: list[Tensor] = []
         self.links: list[tuple[Any, str, Tensor]] = []
         self._walk(root)
+        if owner is not None:
+            self._walk_attributes(owner, ATTRIBUTE_DEPTH)
 
     def _walk(self, tensor: Tensor) -> None:
         if is_wrapper(tensor):
@@ -46,11 +54,13 @@ class Tree:
                 self._walk(child)
             return
         self.leaves.append(tensor)
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
+        if is_peculiar(tensor):
             self._walk_attributes(tensor, ATTRIBUTE_DEPTH)
 
     def _walk_attributes(self, owner: Any, depth: int) -> None:
         for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if isinstance(owner, torch.nn.Module) and name in MODULE_TABLES:
+                continue
             if is_attached(value):
                 if all(value is not leaf for leaf in self.leaves):
                     self.links.append((owner, name, value))
@@ -62,6 +72,10 @@ class Tree:
         """True while every inner tensor still hangs where it was read."""
         return all(getattr(owner, name, None) is tensor for owner, name, tensor in self.links)
 
+    def fresh(self) -> Tree:
+        """The same tensor read again."""
+        return Tree(self.root, self.owner)
+
     def same_layout(self, other: Tree) -> bool:
         """True if both trees have the same classes and the same dtype, shape and strides, leaf by leaf."""
         if [type(w) for w in self.wrappers] != [type(w) for w in other.wrappers]:
@@ -72,6 +86,11 @@ class Tree:
 def is_wrapper(tensor: Any) -> bool:
     """True for a tensor that keeps its bytes in inner tensors."""
     return isinstance(tensor, Tensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def is_peculiar(tensor: Any) -> bool:
+    """True for a tensor class of its own over plain storage: it may keep more tensors in attributes, or in those of its module."""
+    return isinstance(tensor, Tensor) and type(tensor) not in (Tensor, torch.nn.Parameter) and not is_wrapper(tensor)
 
 
 def is_attached(value: Any) -> bool:
@@ -94,7 +113,7 @@ def children(wrapper: Tensor) -> Iterator[tuple[str, Tensor]]:
     does not list (a work space), which still has to travel.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        names = list(wrapper.__tensor_flatten__()[0])  # type: ignore[operator]
+        names = list(wrapper.__tensor_flatten__()[0])  # type: ignore[attr-defined]
     names += [name for name in attributes(wrapper) if name not in names]
     seen: set[int] = set()
     for name in names:
@@ -131,7 +150,7 @@ def bare(wrapper: Tensor, device: torch.device) -> Tensor:
 
     It is made without the class's constructor: some refuse another device, some have an unflatten that does not work.
     """
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+    return torch.Tensor._make_wrapper_subclass(
         type(wrapper),
         wrapper.shape,
         strides=wrapper.stride(),

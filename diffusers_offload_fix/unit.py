@@ -13,11 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import Binding, PlainBinding, RepackedBinding, WrapperBinding, unchanged
+from .binding import (
+    Binding,
+    PlainBinding,
+    RepackedBinding,
+    StatefulBinding,
+    WrapperBinding,
+    let_go_of_base,
+    unchanged,
+)
 from .homes import Home, make_home
 from .layout import byte_range, storage_bytes
 from .packing import packed_for
-from .tree import Tree
+from .tree import Tree, is_peculiar
 
 #: Views are cached by slot; a unit meets two slots in steady state, a few more while the execution order changes.
 CACHED_SLOTS = 4
@@ -31,21 +39,23 @@ class Entry:
     Attributes:
         claims: the groups that need the tensor.
         unit: the unit that the tensor travels in, or None before it was planned.
+        owner: the module that has the tensor, if its class may keep state there.
     """
 
-    __slots__ = ("tensor", "claims", "binding", "unit", "__weakref__")
+    __slots__ = ("__weakref__", "binding", "claims", "owner", "tensor", "unit")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.claims: weakref.WeakSet[Any] = weakref.WeakSet()
         self.binding: Binding | None = None
         self.unit: Unit | None = None
+        self.owner: torch.nn.Module | None = None
 
     def bindable(self, device: torch.device, offload_device: torch.device) -> Binding:
         """The binding, made anew unless the tensor still holds what the present one gave it."""
         if self.binding is not None and self.binding.intact():
             return self.binding
-        return make_binding(self.tensor, device, offload_device)
+        return make_binding(self.tensor, self.owner, device, offload_device)
 
 
 class Unit:
@@ -157,12 +167,19 @@ class Unit:
             for place, (leaf, view) in enumerate(zip(binding.device_leaves(), views)):
                 if not unchanged(leaf, view):
                     # Forward gave it other data: that data is the value now, and the slab no longer fits it.
-                    binding.cargo[place] = leaf.data.to(self.offload_device)
+                    binding.cargo[place] = self._brought_back(leaf, views, binding.cargo)
                     self._home = None
                 elif changed:
                     copy_bytes(leaf, binding.cargo[place])
             if changed:
                 binding.changed_on_device()
+
+
+    def _brought_back(self, leaf: Tensor, views: list[Tensor], cargo: list[Tensor]) -> Tensor:
+        for view, host in zip(views, cargo):
+            if unchanged(leaf, view):
+                return host
+        return leaf.data.to(self.offload_device)
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:
@@ -181,9 +198,15 @@ def split(leaves: list[Tensor], bindings: list[Binding]) -> list[list[Tensor]]:
     return parts
 
 
-def make_binding(tensor: Tensor, device: torch.device, offload_device: torch.device) -> Binding:
+def make_binding(
+    tensor: Tensor, owner: torch.nn.Module | None, device: torch.device, offload_device: torch.device
+) -> Binding:
     """The binding for one tensor that is on either device now."""
-    tree = Tree(tensor)
+    tree = Tree(tensor, owner)
+    for leaf in tree.leaves:
+        let_go_of_base(leaf)
+    if is_peculiar(tensor):
+        return StatefulBinding(tree, device, offload_device)
     if not tree.wrappers:
         return PlainBinding(tree)
     if tree.leaves and tree.leaves[0].device == device:
@@ -195,3 +218,4 @@ def make_binding(tensor: Tensor, device: torch.device, offload_device: torch.dev
     if packed is not None:
         return RepackedBinding.from_host(tensor, packed, device, offload_device)
     return WrapperBinding(tree, device, offload_device)
+
