@@ -87,7 +87,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """A reduced matrix on a real accelerator, in the environment that nox runs in; `python -m tests.gpu` runs all of it."""
+    """A reduced matrix on a real accelerator, in the environment of nox; `python -m tests.gpu` runs all of it."""
     variables = {"DIFFUSERS_OFFLOAD_FIX_TEST_GPU": "1"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs, "tests/gpu"]
     session.run(*command, external=True, env=variables)

@@ -168,7 +168,7 @@ class Runner:
 
 
 def reopen(result: Result, modes: list[Mode]) -> None:
-    """Makes a saved result ready to go on: what was not run is forgotten, the row that killed the process has failed."""
+    """Makes a saved result ready to go on: forgets what was not run, and fails the row that killed the process."""
     for row in result.rows:
         if row.name == result.current:
             row.cells = {mode.name: ["the process died in this row"] for mode in modes}
