@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+import time
 from typing import Any
 
 import torch
@@ -28,6 +31,25 @@ def load_simulated() -> None:
     mixin.enable_group_offload = sim.xpu_shim()(mixin.enable_group_offload)
     if diffusers.__version__.startswith("0.33"):
         diffusers.FluxPipeline.__call__ = sim.xpu_shim()(diffusers.FluxPipeline.__call__)
+
+
+def without_quanto() -> None:
+    """A prelude that makes quanto look as if it were not installed."""
+    sys.modules["optimum.quanto"] = None  # type: ignore[assignment]
+
+
+def troubled() -> None:
+    """A prelude under which torchao crashes the process and quanto hangs."""
+    quantise = pipeline.quantise
+
+    def trouble(model: torch.nn.Module, weights: str) -> None:
+        if weights == "torchao-int8":
+            os.abort()
+        if weights == "quanto-qint8":
+            time.sleep(600)
+        quantise(model, weights)
+
+    pipeline.quantise = trouble
 
 
 def resident(weights: str, device: torch.device, passes: int = 2) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from diffusers_offload_fix.check import table
-from diffusers_offload_fix.check.cases import MODES, WEIGHTS, Case, cases, chosen, streamed
+from diffusers_offload_fix.check.cases import MODES, WEIGHTS, Case, chosen, grid, streamed
 from diffusers_offload_fix.check.progress import Progress
 from diffusers_offload_fix.check.supervisor import Side
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     if missing:
         sys.stderr.write(f"check needs {', '.join(missing)}: pip install 'diffusers-offload-fix[diffusers]' torch\n")
         return 1
-    wanted = cases(options.weights, options.modes)
+    wanted = grid(options.weights, options.modes)
     sides = [Side(patched, options.device, options.timeout) for patched in (False, True)]
     _run(sides, wanted, options.fail_fast)
     rows = [table.Row(case, *(side.results.get(case) for side in sides)) for case in wanted]

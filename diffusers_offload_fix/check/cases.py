@@ -40,7 +40,7 @@ class Case:
     mode: str
 
 
-def cases(weights: list[str], modes: list[str]) -> list[Case]:
+def grid(weights: list[str], modes: list[str]) -> list[Case]:
     """All of them, one kind of weights after another."""
     return [Case(kind, mode) for kind in weights for mode in modes]
 

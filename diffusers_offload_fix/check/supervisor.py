@@ -17,6 +17,8 @@ from diffusers_offload_fix.check.cases import Case
 from diffusers_offload_fix.check.worker import MARK
 
 Message = dict[str, Any]
+#: Seconds that a worker may take until its first message: it imports torch, diffusers and what these import.
+START = 300.0
 
 
 class Side:
@@ -97,9 +99,10 @@ class _Process:
 
     def messages(self, timeout: float) -> Iterator[Message]:
         """Yields the worker's messages until it ends, or is silent for `timeout` seconds."""
+        patience = max(timeout, START)
         while True:
             try:
-                line = self.lines.get(timeout=timeout)
+                line = self.lines.get(timeout=patience)
             except queue.Empty:
                 self.is_late = True
                 self.process.kill()
@@ -108,6 +111,7 @@ class _Process:
                 self.process.wait()
                 return
             if line.startswith(MARK):
+                patience = timeout
                 yield json.loads(line[len(MARK) :])
 
     def is_replaced(self) -> bool:

@@ -68,6 +68,8 @@ class Worker:
         from diffusers_offload_fix.account import device, report
 
         importlib.import_module("diffusers.hooks.group_offloading")
+        with contextlib.suppress(Exception):  # what keeps it from being imported, each case says
+            getattr(importlib.import_module("diffusers"), "FluxPipeline")  # noqa: B009 - it is loaded when asked for
         bad = [f"{row.id} {row.state.value}: {row.detail}" for row in report() if not row.is_good]
         return {
             "device": str(self.device),
@@ -168,8 +170,7 @@ def _default_device(torch: Any) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 if __name__ == "__main__":
