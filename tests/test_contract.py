@@ -123,8 +123,8 @@ def test_what_is_kept_of_an_offloaded_model_is_what_it_is(name: str, way: str, n
     for passes in (0, 2):
         pair.check(passes)
         found = contract.persistence(pair.model)
-        for operation, value in wanted.items():
-            assert found[operation] == value, operation
+        for operation in ("state_dict", "detach", "pickle", "torch.save"):
+            assert found[operation] == wanted[operation], operation
     pair.check()
 
 
@@ -136,11 +136,17 @@ def test_copies_of_parameters_and_of_the_state(name: str, way: str, npu: torch.d
     assert contract.same_state_dict_bytes(copy.deepcopy(pair.model.state_dict()), fresh.state_dict()) == []
     assert contract.same_state_dict_bytes(pair.model.state_dict(), fresh.state_dict()) == []
     for mine, plain in zip(pair.model.parameters(), fresh.parameters()):
-        twin = copy.deepcopy(mine)
-        assert isinstance(twin, nn.Parameter) and type(twin) is type(copy.deepcopy(plain))
-        pairs = zip(contract.leaves(twin), contract.leaves(plain))
-        assert all(contract.read_bytes(a) == contract.read_bytes(b) for (_, a), (_, b) in pairs)
+        assert _deep_copied(mine) == _deep_copied(plain)
     pair.check()
+
+
+def _deep_copied(parameter: torch.Tensor) -> Any:
+    try:
+        twin = copy.deepcopy(parameter)
+    except Exception as error:  # quanto's weights refuse
+        return type(error).__name__
+    inside = {path: contract.read_bytes(leaf) for path, leaf in contract.leaves(twin)}
+    return type(twin), isinstance(twin, nn.Parameter), twin.device, twin.requires_grad, inside
 
 
 @every(("name", SORTS), ("way", WAYS))
@@ -159,7 +165,12 @@ def test_a_pickled_state_comes_back(name: str, way: str, npu: torch.device) -> N
 
 
 @every(("name", SORTS), ("way", WAYS))
-def test_a_copy_of_an_offloaded_model_is_an_ordinary_model(name: str, way: str, npu: torch.device) -> None:
+def test_a_copy_of_an_offloaded_model_is_a_model_by_itself(name: str, way: str, npu: torch.device) -> None:
+    require(name)
+    try:
+        copy.deepcopy(make(name))
+    except Exception as error:
+        pytest.skip(f"refused without offloading too: {type(error).__name__}")
     pair = Pair(name, way, npu)
     pair.check(1)
     twin = copy.deepcopy(pair.model)
