@@ -40,9 +40,10 @@ def _bars(axis: Any, rows: list[dict[str, Any]], merged: dict[str, Any]) -> None
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds a forward (median)")
     axis.set_title(f"{options['model']}, weights {options['quant']}, {merged['about'].get('device', '')}")
-    handles = [axis.barh([0], [0], color=COLOURS[name], label=name)[0] for name in ("unpatched", "patched")]
-    (line,) = axis.plot([], [], color=COLOURS["floor"], lw=2, label="floor")
-    axis.legend(handles=[*handles, line], loc="lower right")
+    for name in ("unpatched", "patched"):
+        axis.barh([0], [0], color=COLOURS[name], label=name)
+    axis.plot([], [], color=COLOURS["floor"], lw=2, label="floor")
+    axis.legend(loc="lower right")
     axis.margins(x=0.12)
 
 

@@ -141,8 +141,7 @@ def _compile(model: Any, how: str) -> None:
 
 
 def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
 
 
 def about(device: torch.device) -> dict[str, str]:
