@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .packing import moved_by_class
 from .tree import Tree, attributes, bare, set_attribute, twin
+from .watch import attribute_ids, holding, versions
 
 #: Tests set this to "in_place" to run the whole contract that way; None takes the first way that torch accepts.
 forced_way: str | None = None
@@ -27,10 +28,21 @@ class Binding:
     Attributes:
         tensor: the parameter or buffer; its identity never changes.
         cargo: the dense tensors whose bytes travel, as they lie on the host.
+        host_leaves: the leaves that the tensor has while it is offloaded.
+        kept: what `host_leaves` hold then.
+        device_leaves: the leaves that hold the cargo while the tensor is bound.
+        outers: wrappers whose own operations count changes on the outside only, not on their leaves.
     """
 
     tensor: Tensor
     cargo: list[Tensor]
+    host_leaves: list[Tensor]
+    device_leaves: list[Tensor]
+    outers: tuple[Tensor, ...] = ()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return self.cargo
 
     def adopt(self, leaves: list[Tensor]) -> None:
         """Takes `leaves` as the host tensors of the cargo; the tensor is offloaded afterwards."""
@@ -44,36 +56,16 @@ class Binding:
         """Makes the tensor use its host leaves again."""
         raise NotImplementedError
 
+    def attached(self) -> bool:
+        """True while the offloaded tensor has the leaves that it had; whether these hold the same is asked of them."""
+        return True
+
     def intact(self) -> bool:
-        """True while the offloaded tensor still holds what `adopt` or `unbind` gave it."""
-        raise NotImplementedError
-
-    def device_leaves(self) -> list[Tensor]:
-        """The leaves that hold the cargo while the tensor is bound."""
-        raise NotImplementedError
-
-    def stamp(self) -> list[int]:
-        """In-place change counters as they are now. A wrapper's own operations count on its outside only, its leaves' on theirs."""
-        raise NotImplementedError
+        """True while the offloaded tensor holds what `adopt` or `unbind` gave it."""
+        return self.attached() and holding(self.host_leaves) == holding(self.kept)
 
     def changed_on_device(self) -> None:
         """Told before `unbind` when forward changed the bytes and they have been copied to the cargo."""
-
-
-def version(leaf: Tensor) -> int:
-    """How often a leaf was changed in place; an inference tensor does not tell and counts as unchanged."""
-    return 0 if leaf.is_inference() else leaf._version
-
-
-def unchanged(leaf: Tensor, host: Tensor) -> bool:
-    """True if `leaf` still is `host`: same memory, dtype, shape and strides."""
-    return (
-        leaf.data_ptr() == host.data_ptr()
-        and leaf.dtype is host.dtype
-        and leaf.shape == host.shape
-        and leaf.stride() == host.stride()
-        and leaf.device == host.device
-    )
 
 
 class PlainBinding(Binding):
@@ -81,7 +73,7 @@ class PlainBinding(Binding):
 
     def __init__(self, tree: Tree) -> None:
         self.tensor = tree.root
-        self._leaves = tree.leaves
+        self.host_leaves = self.device_leaves = tree.leaves
         self.cargo = list(tree.leaves)
 
     def adopt(self, leaves: list[Tensor]) -> None:
@@ -89,21 +81,10 @@ class PlainBinding(Binding):
         self.unbind()
 
     def bind(self, views: list[Tensor], in_place: bool) -> None:
-        for leaf, view in zip(self._leaves, views):
-            leaf.data = view
+        set_leaves(self.host_leaves, views)
 
     def unbind(self) -> None:
-        for leaf, host in zip(self._leaves, self.cargo):
-            leaf.data = host
-
-    def intact(self) -> bool:
-        return all(unchanged(leaf, host) for leaf, host in zip(self._leaves, self.cargo))
-
-    def device_leaves(self) -> list[Tensor]:
-        return self._leaves
-
-    def stamp(self) -> list[int]:
-        return [version(leaf) for leaf in self._leaves]
+        set_leaves(self.host_leaves, self.cargo)
 
 
 class StatefulBinding(PlainBinding):
@@ -120,15 +101,15 @@ class StatefulBinding(PlainBinding):
 
     def unbind(self) -> None:
         super().unbind()
-        known = set(map(id, self._leaves))
+        known = set(map(id, self.host_leaves))
         for leaf in self._tree.fresh().leaves:
             if id(leaf) not in known and leaf.device == self._device:
                 let_go_of_base(leaf)
                 leaf.data = leaf.data.to(self._offload_device)
 
-    def intact(self) -> bool:
+    def attached(self) -> bool:
         now = self._tree.fresh().leaves
-        return list(map(id, now)) == list(map(id, self._leaves)) and super().intact()
+        return list(map(id, now)) == list(map(id, self.host_leaves))
 
 
 class WrapperBinding(Binding):
@@ -136,81 +117,81 @@ class WrapperBinding(Binding):
 
     def __init__(self, tree: Tree, device: torch.device, offload_device: torch.device) -> None:
         self.tensor = tree.root
+        self.outers = (tree.root,)
         self.cargo = list(tree.leaves)
-        self._host = tree
-        self._bound = tree
         self._twin: Tree | None = None
+        self._twin_views: list[Tensor] | None = None
         self._device = device
         self._offload_device = offload_device
-        self._outers: dict[torch.device, list[Tensor]] = {}
+        self._outer_forms: dict[torch.device, list[Tensor]] = {}
+        self._set_host(tree)
+
+    def _set_host(self, tree: Tree) -> None:
+        self._host = tree
+        self.host_leaves = self.device_leaves = tree.leaves
+        self._attributes = attribute_ids(tree.wrappers)
 
     def adopt(self, leaves: list[Tensor]) -> None:
         self.cargo = leaves
-        self._bound = self._host
-        self._set_leaves(self._host, leaves)
-        self._set_outers(self._host, self._offload_device)
+        self._move_in_place(leaves, self._offload_device)
 
     def bind(self, views: list[Tensor], in_place: bool) -> None:
-        if self._may_swap(in_place) and self._swap_in(views):
-            return
-        self._bound = self._host
-        self._set_leaves(self._host, views)
-        self._set_outers(self._host, self._device)
+        # A graph that saves the tensor would make torch poison its gradient; a weak reference makes torch refuse.
+        if in_place or forced_way == "in_place" or weakref.getweakrefs(self.tensor) or not self._swap_in(views):
+            self._move_in_place(views, self._device)
 
     def unbind(self) -> None:
-        if self._bound is self._twin:
-            if self._swap_out():
-                return
+        if self.device_leaves is self.host_leaves:
+            self._move_in_place(self.cargo, self._offload_device)
+        elif not self._swap_out():
             # A weak reference or a graph appeared while the tensor was on the device: it keeps the twin's inner tensors for good.
-            self._host, self._twin = Tree(self.tensor), None
-        self._bound = self._host
-        self._set_leaves(self._host, self.cargo)
-        self._set_outers(self._host, self._offload_device)
+            self._set_host(Tree(self.tensor))
+            self._twin = self._twin_views = None
+            self._move_in_place(self.cargo, self._offload_device)
 
-    def intact(self) -> bool:
-        return self._host.intact() and all(unchanged(leaf, host) for leaf, host in zip(self._host.leaves, self.cargo))
-
-    def device_leaves(self) -> list[Tensor]:
-        return self._bound.leaves
-
-    def stamp(self) -> list[int]:
-        return [version(self.tensor), *(version(leaf) for leaf in self._bound.leaves)]
-
-    def _may_swap(self, in_place: bool) -> bool:
-        # A graph that saves the tensor would make torch poison its gradient; a weak reference makes torch refuse.
-        return forced_way != "in_place" and not in_place and not weakref.getweakrefs(self.tensor)
+    def attached(self) -> bool:
+        # An attribute that was set is no inner tensor that was replaced, but it changes the same list: look closer then.
+        if attribute_ids(self._host.wrappers) == self._attributes:
+            return True
+        self._attributes = attribute_ids(self._host.wrappers)
+        return self._host.intact()
 
     def _swap_in(self, views: list[Tensor]) -> bool:
         if self._twin is None:
             self._twin = Tree(twin(self.tensor, self._device))
-        carry_attributes(self.tensor, self._twin.root)
-        if self._twin.root.requires_grad != self.tensor.requires_grad:
-            self._twin.root.requires_grad_(self.tensor.requires_grad)
-        self._set_leaves(self._twin, views)
-        if not swap(self.tensor, self._twin.root):
+            self._twin_attributes = attribute_ids(self._twin.wrappers)
+        if self._twin_views is not views:
+            set_leaves(self._twin.leaves, views)
+            self._twin_views = views
+        stand_in = self._twin.root
+        carry_attributes(self.tensor, stand_in)
+        if stand_in.requires_grad != self.tensor.requires_grad:
+            stand_in.requires_grad_(self.tensor.requires_grad)
+        if not swap(self.tensor, stand_in):
             return False
-        self._bound = self._twin
+        self._twin_attributes = attribute_ids((self.tensor,))
+        self.device_leaves = self._twin.leaves
         return True
 
     def _swap_out(self) -> bool:
         assert self._twin is not None
+        touched = attribute_ids((self.tensor,)) != self._twin_attributes
         if not swap(self.tensor, self._twin.root):
             return False
-        carry_attributes(self._twin.root, self.tensor)
-        self._bound = self._host
+        if touched:
+            carry_attributes(self._twin.root, self.tensor)
+            self._attributes = attribute_ids(self._host.wrappers)
+            self._twin_views = None
+        self.device_leaves = self.host_leaves
         return True
 
-    @staticmethod
-    def _set_leaves(tree: Tree, values: list[Tensor]) -> None:
-        for leaf, value in zip(tree.leaves, values):
-            leaf.data = value
-
-    def _set_outers(self, tree: Tree, device: torch.device) -> None:
-        outers = self._outers.get(device)
+    def _move_in_place(self, leaves: list[Tensor], device: torch.device) -> None:
+        self.device_leaves = self.host_leaves
+        set_leaves(self.host_leaves, leaves)
+        outers = self._outer_forms.get(device)
         if outers is None:
-            outers = self._outers[device] = [bare(wrapper, device) for wrapper in tree.wrappers]
-        for wrapper, outer in zip(tree.wrappers, outers):
-            wrapper.data = outer
+            outers = self._outer_forms[device] = [bare(wrapper, device) for wrapper in self._host.wrappers]
+        set_leaves(self._host.wrappers, outers)
 
 
 class RepackedBinding(Binding):
@@ -221,15 +202,20 @@ class RepackedBinding(Binding):
 
     def __init__(self, host: Tensor, packed: Tensor, device: torch.device, offload_device: torch.device) -> None:
         self.tensor = host
+        self.outers = (host,)
         self._other = packed
         self._host = Tree(host)
-        self._packed = Tree(packed)
+        self.host_leaves = self._host.leaves
+        self.device_leaves = Tree(packed).leaves
         self._device = device
         self._offload_device = offload_device
-        self.cargo = list(self._packed.leaves)
-        self._kept = [leaf.data for leaf in self._host.leaves]
-        self._is_bound = False
-        self._stamp = self.stamp()
+        self.cargo = list(self.device_leaves)
+        self._kept = [leaf.data for leaf in self.host_leaves]
+        self._versions = self._count()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return self._kept
 
     @classmethod
     def from_host(cls, tensor: Tensor, packed: Tensor, device: torch.device, offload_device: torch.device) -> Binding:
@@ -241,39 +227,26 @@ class RepackedBinding(Binding):
     def from_device(cls, tensor: Tensor, host: Tensor, device: torch.device, offload_device: torch.device) -> Binding:
         """For a tensor that is on the device already: it becomes `host`, and its own leaves are the cargo."""
         as_parameter(host, tensor)
-        exchange(tensor, host, offload_device)
+        exchange(tensor, host, offload_device, False)
         return cls(tensor, host, device, offload_device)
 
     def adopt(self, leaves: list[Tensor]) -> None:
         self.cargo = leaves
         # The packed form waits over the parked bytes, so that it holds no device memory.
-        self._park()
+        set_leaves(self.device_leaves, leaves)
 
     def bind(self, views: list[Tensor], in_place: bool) -> None:
-        for leaf, view in zip(self._packed.leaves, views):
-            leaf.data = view
+        set_leaves(self.device_leaves, views)
         exchange(self.tensor, self._other, self._device, in_place)
-        self._is_bound = True
 
     def unbind(self) -> None:
-        exchange(self.tensor, self._other, self._offload_device)
-        self._park()
-        self._is_bound = False
-        self._stamp = self.stamp()
+        exchange(self.tensor, self._other, self._offload_device, False)
+        set_leaves(self.device_leaves, self.cargo)
+        self._versions = self._count()
 
-    def intact(self) -> bool:
-        return (
-            self._host.intact()
-            and self.stamp() == self._stamp
-            and all(unchanged(leaf, kept) for leaf, kept in zip(self._host.leaves, self._kept))
-        )
-
-    def device_leaves(self) -> list[Tensor]:
-        return self._packed.leaves
-
-    def stamp(self) -> list[int]:
-        leaves = self._packed.leaves if self._is_bound else self._host.leaves
-        return [version(self.tensor), *map(version, leaves)]
+    def attached(self) -> bool:
+        # The packed bytes are worth what the host form was when they were packed.
+        return self._host.intact() and self._count() == self._versions
 
     def changed_on_device(self) -> None:
         # Rare enough to go through the class: the host form follows the packed one.
@@ -282,9 +255,14 @@ class RepackedBinding(Binding):
             for kept, leaf in zip(self._kept, Tree(host).leaves):
                 kept.copy_(leaf)
 
-    def _park(self) -> None:
-        for leaf, host in zip(self._packed.leaves, self.cargo):
-            leaf.data = host
+    def _count(self) -> list[int]:
+        return versions([self.tensor, *self.host_leaves])
+
+
+def set_leaves(leaves: list[Tensor], values: list[Tensor]) -> None:
+    """Gives each leaf the data of a value."""
+    for leaf, value in zip(leaves, values):
+        leaf.data = value
 
 
 def swap(tensor: Tensor, other: Tensor) -> bool:
@@ -302,7 +280,7 @@ def let_go_of_base(leaf: Tensor) -> None:
         swap(leaf, leaf.data)
 
 
-def exchange(tensor: Tensor, other: Tensor, device: torch.device, in_place: bool = False) -> None:
+def exchange(tensor: Tensor, other: Tensor, device: torch.device, in_place: bool) -> None:
     """Swaps two wrappers of different packing; `tensor` reports `device` afterwards."""
     if forced_way != "in_place" and not in_place and swap(tensor, other):
         carry_attributes(other, tensor)

@@ -45,21 +45,24 @@ class Home:
                 target[first - start : last - start].copy_(region[first - place.offset : last - place.offset])
 
     def copy_to(self, memory: Tensor, non_blocking: bool) -> None:
-        """Copies all bytes to `memory` (a 1-d uint8 tensor on the device) on the current stream: a slab in one copy."""
+        """Copies everything to `memory` (a 1-d uint8 tensor on the device) on the current stream: a slab in one copy."""
         if self.slab is not None:
-            memory.copy_(self.slab, non_blocking=non_blocking)
-            return
-        for target, region in zip(self.layout.slices(memory), self.regions):
-            target.copy_(region, non_blocking=non_blocking)
+            memory[: self.layout.nbytes].copy_(self.slab, non_blocking=non_blocking)
+        else:
+            for target, region in zip(self.layout.slices(memory), self.regions):
+                target.copy_(region, non_blocking=non_blocking)
+        self.layout.unpack(memory)
 
 
-def make_home(leaves: list[Tensor], device: torch.device, offload_device: torch.device, pin: bool) -> Home:
-    """A home for `leaves` (dense tensors on any device), to be streamed to `device`.
+def make_home(
+    leaves: list[Tensor], device: torch.device, offload_device: torch.device, pin: bool, packs: list[bool] | None = None
+) -> Home:
+    """A home for `leaves` (strided tensors on any device), to be streamed to `device`; `packs` as for a layout.
 
     With `pin`, the leaves are copied into one pinned slab. Where that fails, and without it, a leaf that is on the offload device
     already is its own home, so nothing is copied.
     """
-    layout = Layout(leaves)
+    layout = Layout(leaves, packs)
     if pin and layout.nbytes and offload_device.type == "cpu":
         try:
             return _pinned_home(layout, device)

@@ -73,8 +73,7 @@ class Lane:
             graph: autograd may save the tensors, so the memory must not be reused.
         """
         if not unit.bound:
-            self._drop_stale(unit, graph)
-            unit.settle()
+            self._refresh(unit, graph)
             if unit.slot is None:
                 self._load(unit, self._own_slot(unit, graph) if spanning or graph else self._slot(unit))
             self._arrive(unit)
@@ -148,11 +147,13 @@ class Lane:
         sizes = [align(unit.nbytes) for state in self.groups if not state.spanning for unit in state.units]
         return 2 * max(sizes, default=0)
 
-    def _drop_stale(self, unit: Unit, graph: bool) -> None:
-        if unit.slot is None:
-            return
-        if graph or not unit.intact() or unit.slot.stamps != unit.stamps():
+    def _refresh(self, unit: Unit, graph: bool) -> None:
+        """Drops a copy that was made too early or must not be reused, and a home that the tensors have left."""
+        intact = unit.intact()
+        if unit.slot is not None and (graph or not intact or unit.slot.stamp != unit.stamp()):
             self.drop(unit)
+        if not intact:
+            unit.make_home()
 
     def _drop_unbound(self) -> None:
         for unit in list(self._loaded):
@@ -206,7 +207,7 @@ class Lane:
         return slot
 
     def _load(self, unit: Unit, slot: Slot) -> None:
-        slot.stamps = unit.stamps()
+        slot.stamp = unit.stamp()
         ring = self._ring_for(unit)
         if self._streams is None:
             unit.home.copy_to(slot.memory, non_blocking=False)

@@ -6,7 +6,7 @@ one after another at 256-byte-aligned offsets, so that any dtype and any kernel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """One leaf inside a region: `offset` and `nbytes` in bytes from the start of the region, shape and strides in elements."""
+    """One leaf inside a region: `offset` and `nbytes` in bytes from the start of the region, shape and strides in elements.
+
+    `dense` is where the leaf lies on the device if that is not the same place: its offset in the whole buffer, and its strides.
+    """
 
     region: int
     offset: int
@@ -32,6 +35,7 @@ class Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dense: tuple[int, tuple[int, ...]] | None = None
 
     def view(self, region: Tensor) -> Tensor:
         """The leaf as a view of its region's bytes (a 1-d uint8 tensor)."""
@@ -51,13 +55,17 @@ class Region:
 
 
 class Layout:
-    """The places of `leaves` (dense tensors on any device) in one buffer of `nbytes` bytes.
+    """The places of `leaves` (strided tensors on any device) in one buffer.
+
+    `nbytes` travel; on the device the buffer has `device_nbytes`. A leaf with gaps or overlaps travels as it lies, so that the host
+    keeps its strides, and is laid out densely on arrival if `packs` says so: that is what `.to(device)` makes of it, and a kernel
+    may round differently for other strides.
 
     `sources` are the bytes of each region where the leaves are now (1-d uint8 views of their storages); whoever has copied them
     empties the list, so that the layout does not keep the old memory.
     """
 
-    def __init__(self, leaves: list[Tensor]) -> None:
+    def __init__(self, leaves: list[Tensor], packs: list[bool] | None = None) -> None:
         self.sources: list[Tensor] = []
         self.regions: list[Region] = []
         self.places: list[Place] = [None] * len(leaves)  # type: ignore[list-item]
@@ -67,6 +75,10 @@ class Layout:
         )
         for run in _overlapping(ranges):
             self._add(leaves, run)
+        self.device_nbytes = self.nbytes
+        for index, leaf in enumerate(leaves):
+            if packs is not None and packs[index]:
+                self._pack(index, leaf)
 
     def _add(self, leaves: list[Tensor], run: list[tuple[int, int, int, int]]) -> None:
         begin, end = run[0][1] // STORAGE_ALIGNMENT * STORAGE_ALIGNMENT, max(entry[2] for entry in run)
@@ -78,6 +90,37 @@ class Layout:
             )
         self.regions.append(Region(self.nbytes, end - begin, len(run)))
         self.nbytes += align(end - begin)
+
+    def _pack(self, index: int, leaf: Tensor) -> None:
+        stride = tuple(torch.empty_like(leaf, device="meta").stride())
+        if stride != tuple(leaf.stride()):
+            self.places[index] = replace(self.places[index], dense=(self.device_nbytes, stride))
+            self.device_nbytes += align(leaf.numel() * leaf.element_size())
+
+    def device_views(self, memory: Tensor) -> list[Tensor]:
+        """Every leaf as it lies in device memory (a 1-d uint8 tensor of `device_nbytes` bytes)."""
+        views = self.views(self.slices(memory))
+        for index, place in enumerate(self.places):
+            if place.dense is not None:
+                views[index] = self._dense_view(place, memory)
+        return views
+
+    @staticmethod
+    def _dense_view(place: Place, memory: Tensor) -> Tensor:
+        assert place.dense is not None
+        start, stride = place.dense
+        count = torch.Size(place.shape).numel()
+        flat = memory[start : start + count * place.dtype.itemsize].view(place.dtype)
+        return flat.as_strided(place.shape, stride, flat.storage_offset())
+
+    def unpack(self, memory: Tensor) -> None:
+        """Lays out what has arrived in device memory: on the stream that copied it."""
+        if self.device_nbytes == self.nbytes:
+            return
+        regions = self.slices(memory)
+        for place in self.places:
+            if place.dense is not None:
+                self._dense_view(place, memory).copy_(place.view(regions[place.region]))
 
     def views(self, regions: list[Tensor]) -> list[Tensor]:
         """Every leaf as a view of the given regions (1-d uint8 tensors, in the order of `regions`)."""

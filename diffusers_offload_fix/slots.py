@@ -56,11 +56,11 @@ class Slot:
         waits: events that a copy into the slot has to wait for.
         job: the future whose result is `ready`, while a worker still copies; else None.
         ready: the event after which the slot holds its unit, or None where the copy ran on the computing stream itself.
-        stamps: the tensors' change counters when the copy was issued.
+        stamp: the tensors' change counters when the copy was issued.
         key: equal for slots at the same place of the same buffer; None if views of the slot must not be kept.
     """
 
-    __slots__ = ("buffer", "end", "job", "key", "memory", "ready", "stamps", "start", "waits")
+    __slots__ = ("buffer", "end", "job", "key", "memory", "ready", "stamp", "start", "waits")
 
     def __init__(self, buffer: Buffer, memory: Tensor, start: int, end: int, waits: list[Any]) -> None:
         self.buffer = buffer
@@ -70,7 +70,7 @@ class Slot:
         self.waits = waits
         self.job: Any = None
         self.ready: Any = None
-        self.stamps: list[list[int]] = []
+        self.stamp: list[int] = []
         self.key: Any = (buffer, start)
 
 

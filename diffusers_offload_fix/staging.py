@@ -42,13 +42,16 @@ class Ring:
 
     def send(self, home: Home, memory: Tensor, stream: Any) -> Any:
         """Copies a home to `memory` (a 1-d uint8 tensor on the device) on `stream`; returns the event after which it is there."""
-        for start in range(0, len(memory), self.chunk):
+        total = home.layout.nbytes
+        for start in range(0, total, self.chunk):
             index, buffer = self._free()
-            part = buffer[: min(self.chunk, len(memory) - start)]
+            part = buffer[: min(self.chunk, total - start)]
             home.gather(part, start)
             with self._streams.on(stream):
                 memory[start : start + len(part)].copy_(part, non_blocking=True)
             self._sent[index] = self._streams.mark(stream)
+        with self._streams.on(stream):
+            home.layout.unpack(memory)
         return self._streams.mark(stream)
 
     def _free(self) -> tuple[int, Tensor]:

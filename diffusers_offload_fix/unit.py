@@ -7,7 +7,6 @@ the device while any of these groups needs it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from .binding import (
     StatefulBinding,
     WrapperBinding,
     let_go_of_base,
-    unchanged,
 )
 from .homes import Home, make_home
 from .layout import byte_range, storage_bytes
 from .packing import packed_for
 from .tree import Tree, is_peculiar
+from .watch import Holding, holding, unchanged, versions
 
 #: Views are cached by slot; a unit meets two slots in steady state, a few more while the execution order changes.
 CACHED_SLOTS = 4
@@ -40,9 +39,10 @@ class Entry:
         claims: the groups that need the tensor.
         unit: the unit that the tensor travels in, or None before it was planned.
         owner: the module that has the tensor, if its class may keep state there.
+        from_host: True if the tensor was on the host when it was met: then `.to(device)` is what a resident model has.
     """
 
-    __slots__ = ("__weakref__", "binding", "claims", "owner", "tensor", "unit")
+    __slots__ = ("__weakref__", "binding", "claims", "from_host", "owner", "tensor", "unit")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -50,6 +50,7 @@ class Entry:
         self.binding: Binding | None = None
         self.unit: Unit | None = None
         self.owner: torch.nn.Module | None = None
+        self.from_host = tensor.device.type == "cpu"
 
     def bindable(self, device: torch.device, offload_device: torch.device) -> Binding:
         """The binding, made anew unless the tensor still holds what the present one gave it."""
@@ -82,9 +83,8 @@ class Unit:
         self.bound = False
         self.users = 0
         self._home: Home | None = None
-        self._views: dict[Any, list[list[Tensor]]] = {}
-        self._bound_views: list[list[Tensor]] = []
-        self._stamps: list[list[int]] = []
+        self._bindings: list[Binding] = []
+        self._views: dict[Any, tuple[list[list[Tensor]], Holding, int]] = {}
         for entry in entries:
             entry.unit = self
 
@@ -92,79 +92,94 @@ class Unit:
     def home(self) -> Home:
         """The home that was made last; made now if there is none."""
         if self._home is None:
-            self._make_home()
+            self.make_home()
         assert self._home is not None
         return self._home
 
     @property
     def nbytes(self) -> int:
         """Bytes that the unit takes on the device."""
-        return self.home.layout.nbytes
+        return self.home.layout.device_nbytes
 
     def settle(self) -> None:
         """Makes the home, or makes it again if an offloaded tensor was given other data since (RC5)."""
-        if self.bound or (self._home is not None and self.intact()):
-            return
-        self._make_home()
+        if not self.bound and not self.intact():
+            self.make_home()
 
     def intact(self) -> bool:
         """True while every offloaded tensor holds what the home gave it."""
-        for entry in self.entries:
-            if entry.binding is None or not entry.binding.intact():
-                return False
-        return True
+        if self._home is None or holding(self._host_leaves) != self._held:
+            return False
+        return all(binding.attached() for binding in self._asked)
 
-    def stamps(self) -> list[list[int]]:
-        """In-place change counters of the tensors as they are now: bytes that were copied under other counters are stale."""
-        return [binding.stamp() for binding in self._bindings()]
+    def stamp(self) -> list[int]:
+        """The offloaded tensors' in-place change counters: bytes that were copied under other counters are stale."""
+        return versions(self._counted)
 
-    def _bindings(self) -> Iterable[Binding]:
-        return (entry.binding for entry in self.entries if entry.binding is not None)
-
-    def _make_home(self) -> None:
+    def make_home(self) -> None:
+        """Makes the home anew from what the tensors hold now."""
         # The new home is complete before any tensor changes, so that a failure leaves every weight where it was.
         bindings = [entry.bindable(self.device, self.offload_device) for entry in self.entries]
         leaves = [leaf for binding in bindings for leaf in binding.cargo]
-        home = make_home(leaves, self.device, self.offload_device, self.pin)
+        packs = [entry.from_host for entry, binding in zip(self.entries, bindings) for _ in binding.cargo]
+        home = make_home(leaves, self.device, self.offload_device, self.pin, packs)
         for entry, binding, parts in zip(self.entries, bindings, split(home.leaves, bindings)):
             binding.adopt(parts)
             entry.binding = binding
-        self._home = home
+        self._bindings, self._home = bindings, home
         self._views.clear()
+        self._look()
+
+    def _look(self) -> None:
+        """Notes what the offloaded tensors hold."""
+        self._host_leaves = [leaf for binding in self._bindings for leaf in binding.host_leaves]
+        self._held = holding([leaf for binding in self._bindings for leaf in binding.kept])
+        self._outers = [outer for binding in self._bindings for outer in binding.outers]
+        self._counted = [*self._outers, *self._host_leaves]
+        self._asked = [binding for binding in self._bindings if type(binding) is not PlainBinding]
+        self._leaf_lists = [binding.host_leaves for binding in self._asked]
 
     def bind(self, in_place: bool) -> None:
         """Makes the tensors use the bytes in the slot; `in_place` as for a binding."""
-        self._bound_views = self._views_in(self.slot)
-        for binding, views in zip(self._bindings(), self._bound_views):
+        self._bound_views, self._bound_held = self._views_in(self.slot)
+        for binding, views in zip(self._bindings, self._bound_views):
             binding.bind(views, in_place)
-        self._stamps = self.stamps()
+        self._device_leaves = [leaf for binding in self._bindings for leaf in binding.device_leaves]
+        self._stamp = versions([*self._outers, *self._device_leaves])
         self.bound = True
 
-    def _views_in(self, slot: Any) -> list[list[Tensor]]:
-        views = self._views.get(slot.key)
-        if views is None:
-            layout = self.home.layout
-            views = split(layout.views(layout.slices(slot.memory)), list(self._bindings()))
-            if slot.key is not None:
-                if len(self._views) >= CACHED_SLOTS:
-                    self._views.clear()
-                self._views[slot.key] = views
-        return views
+    def _views_in(self, slot: Any) -> tuple[list[list[Tensor]], Holding]:
+        # The same slot may lie at another address in another forward: its views are good, what they hold is not.
+        where = slot.memory.data_ptr()
+        known = self._views.get(slot.key)
+        if known is not None and known[2] == where:
+            return known[0], known[1]
+        views = known[0] if known is not None else split(self.home.layout.device_views(slot.memory), self._bindings)
+        held = holding([view for part in views for view in part])
+        if slot.key is not None:
+            if len(self._views) >= CACHED_SLOTS:
+                self._views.clear()
+            self._views[slot.key] = views, held, where
+        return views, held
 
     def unbind(self) -> None:
         """Hands the host leaves back; what forward changed is copied to the host first, and nothing else."""
-        self._write_back()
-        for binding in self._bindings():
+        changed = self._stamp != versions([*self._outers, *self._device_leaves])
+        if changed or self.volatile or holding(self._device_leaves) != self._bound_held:
+            self._write_back()
+        for binding in self._bindings:
             binding.unbind()
         self._bound_views = []
         self.bound = False
+        if any(binding.host_leaves is not leaves for binding, leaves in zip(self._asked, self._leaf_lists)):
+            self._look()
 
     def _write_back(self) -> None:
-        for entry, views, stamp in zip(self.entries, self._bound_views, self._stamps):
-            binding = entry.binding
-            assert binding is not None
-            changed = binding.stamp() != stamp or id(entry.tensor) in self.volatile
-            for place, (leaf, view) in enumerate(zip(binding.device_leaves(), views)):
+        counts = dict(zip(map(id, [*self._outers, *self._device_leaves]), self._stamp))
+        for entry, binding, views in zip(self.entries, self._bindings, self._bound_views):
+            tensors = [*binding.outers, *binding.device_leaves]
+            changed = versions(tensors) != [counts[id(t)] for t in tensors] or id(entry.tensor) in self.volatile
+            for place, (leaf, view) in enumerate(zip(binding.device_leaves, views)):
                 if not unchanged(leaf, view):
                     # Forward gave it other data: that data is the value now, and the slab no longer fits it.
                     binding.cargo[place] = self._brought_back(leaf, views, binding.cargo)
@@ -174,7 +189,6 @@ class Unit:
             if changed:
                 binding.changed_on_device()
 
-
     def _brought_back(self, leaf: Tensor, views: list[Tensor], cargo: list[Tensor]) -> Tensor:
         for view, host in zip(views, cargo):
             if unchanged(leaf, view):
@@ -183,7 +197,10 @@ class Unit:
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copies a leaf onto a leaf of the same layout; also where several elements share one place in memory (stride 0)."""
+    """Copies a leaf onto a leaf of the same shape; with the same strides also where elements share memory (stride 0)."""
+    if source.stride() != target.stride():
+        target.copy_(source)
+        return
     begin, end = byte_range(source)
     start = byte_range(target)[0]
     storage_bytes(target)[start : start + end - begin].copy_(storage_bytes(source)[begin:end])

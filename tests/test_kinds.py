@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kinds import KINDS, Kind, contract, own, repack
-from tests.kinds.models import Interrupted, Stack, build_stack
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tests.kinds import KINDS, Kind, contract, own, repack
+from tests.kinds.models import Interrupted, Stack, build_stack
 
 ALWAYS = [name for name, kind in KINDS.items() if kind.library in ("torch", "own") and "mesh" not in kind.tags]
 """Kinds that need nothing but torch: for them a reason is a failure, not a skip."""

@@ -1,0 +1,45 @@
+"""Whether tensors still hold what they were given, and whether they were changed in place.
+
+This is asked for every tensor of every group in every forward, so it reads whole lists at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+_dtype, _shape, _version = attrgetter("dtype"), attrgetter("shape"), attrgetter("_version")
+
+#: Address, dtype, shape and strides of some dense tensors.
+Holding = tuple[list[int], list[Any], list[Any], list[Any]]
+
+
+def holding(tensors: Sequence[Tensor]) -> Holding:
+    """What dense tensors hold: two that read the same memory in the same way have equal answers."""
+    return (
+        list(map(Tensor.data_ptr, tensors)),
+        list(map(_dtype, tensors)),
+        list(map(_shape, tensors)),
+        list(map(Tensor.stride, tensors)),
+    )
+
+
+def unchanged(leaf: Tensor, given: Tensor) -> bool:
+    """True if `leaf` holds what `given` holds."""
+    return holding([leaf]) == holding([given])
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """In-place change counters; an inference tensor has none and counts as unchanged."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def attribute_ids(wrappers: Sequence[Tensor]) -> list[list[int]]:
+    """Identities of everything in the wrappers' `__dict__`: equal while no attribute was set, replaced or removed."""
+    return [list(map(id, wrapper.__dict__.values())) for wrapper in wrappers]
