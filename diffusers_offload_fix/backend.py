@@ -91,6 +91,11 @@ def _registered(nbytes: int, registrar: Registrar) -> numpy.ndarray[Any, Any]:
     return block
 
 
+def ordinary_memory(nbytes: int) -> numpy.ndarray[Any, Any]:
+    """A block of exactly `nbytes` bytes of unpinned memory."""
+    return _mapping(nbytes)
+
+
 def _mapping(nbytes: int) -> numpy.ndarray[Any, Any]:
     memory = mmap.mmap(-1, max(nbytes, 1))
     # Huge pages make the first touch and the registration of a slab about an order of magnitude cheaper.

@@ -130,6 +130,7 @@ class WrapperBinding(Binding):
         self._host = tree
         self.host_leaves = self.device_leaves = tree.leaves
         self._attributes = attribute_ids(tree.wrappers)
+        self._touched = False
 
     def adopt(self, leaves: list[Tensor]) -> None:
         self.cargo = leaves
@@ -154,6 +155,7 @@ class WrapperBinding(Binding):
         if attribute_ids(self._host.wrappers) == self._attributes:
             return True
         self._attributes = attribute_ids(self._host.wrappers)
+        self._touched = True
         return self._host.intact()
 
     def _swap_in(self, views: list[Tensor]) -> bool:
@@ -164,7 +166,9 @@ class WrapperBinding(Binding):
             set_leaves(self._twin.leaves, views)
             self._twin_views = views
         stand_in = self._twin.root
-        carry_attributes(self.tensor, stand_in)
+        if self._touched:
+            carry_attributes(self.tensor, stand_in)
+            self._touched = False
         if stand_in.requires_grad != self.tensor.requires_grad:
             stand_in.requires_grad_(self.tensor.requires_grad)
         if not swap(self.tensor, stand_in):

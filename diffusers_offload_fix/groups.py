@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from . import backend
+from .homes import Keep
 from .lane import Lane
 from .tree import is_peculiar
 from .unit import Entry, Unit
@@ -219,15 +220,19 @@ class GroupState:
         parts: dict[frozenset[int], list[Entry]] = {}
         for entry in self._entries:
             parts.setdefault(frozenset(map(id, entry.claims)), []).append(entry)
-        pin = self.lane is not None and self.lane.stream is not None and not self.low_cpu_mem_usage
-        self.units = [self._unit(entries, pin) for entries in parts.values()]
+        self.units = [self._unit(entries, self._keep()) for entries in parts.values()]
         if self.lane is not None:
             self.lane.changed = True
 
-    def _unit(self, entries: list[Entry], pin: bool) -> Unit:
+    def _keep(self) -> Keep:
+        if self.lane is None or self.lane.stream is None:
+            return Keep.AS_IS
+        return Keep.SLAB if self.low_cpu_mem_usage else Keep.PINNED
+
+    def _unit(self, entries: list[Entry], keep: Keep) -> Unit:
         unit = entries[0].unit
         fits = unit is not None and unit.device == self.device and unit.offload_device == self.offload_device
-        if unit is not None and fits and unit.pin == pin and same(unit.entries, entries):
+        if unit is not None and fits and unit.keep is keep and same(unit.entries, entries):
             return unit
         for old in unique(entry.unit for entry in entries if entry.unit is not None):
             if old.bound:
@@ -237,7 +242,7 @@ class GroupState:
                 )
             if old.lane is not None:
                 old.lane.drop(old)
-        return Unit(entries, self.device, self.offload_device, pin)
+        return Unit(entries, self.device, self.offload_device, keep)
 
     def _choose_lane(self) -> None:
         followers = [] if self.stream is not None else list(_streamed_below(self.leader, self))

@@ -7,6 +7,7 @@ allocated here and nowhere else.
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,19 +27,24 @@ class Home:
     Attributes:
         layout: the place of every leaf in a buffer of `layout.nbytes` bytes.
         leaves: the host tensors, in the order of the leaves that the home was made from.
-        slab: all bytes as one 1-d uint8 tensor of pinned memory, or None if every leaf is a tensor by itself.
+        slab: all bytes as one 1-d uint8 tensor, or None if every leaf is a tensor by itself.
+        pinned: True if the slab is pinned, so that it travels in one asynchronous copy.
         regions: the bytes of each region (1-d uint8 tensors).
     """
 
-    def __init__(self, layout: Layout, leaves: list[Tensor], regions: list[Tensor], slab: Tensor | None) -> None:
+    def __init__(self, layout: Layout, leaves: list[Tensor], regions: list[Tensor], slab: Tensor | None, pinned: bool) -> None:
         self.layout = layout
         self.leaves = leaves
         self.regions = regions
         self.slab = slab
+        self.pinned = pinned
 
     def gather(self, target: Tensor, start: int) -> None:
         """Copies the bytes from `start` on into `target` (a 1-d uint8 host tensor), as many as it holds."""
         end = start + len(target)
+        if self.slab is not None:
+            target.copy_(self.slab[start:end])
+            return
         for place, region in zip(self.layout.regions, self.regions):
             first, last = max(place.offset, start), min(place.offset + place.nbytes, end)
             if first < last:
@@ -54,31 +60,44 @@ class Home:
         self.layout.unpack(memory)
 
 
+class Keep(Enum):
+    """How a unit is to be kept on the host."""
+
+    #: One slab of pinned memory.
+    PINNED = "pinned"
+    #: One slab of ordinary memory, which passes through the staging ring in few, large pieces.
+    SLAB = "slab"
+    #: As it is: tensors that are on the host already are not copied.
+    AS_IS = "as it is"
+
+
 def make_home(
-    leaves: list[Tensor], device: torch.device, offload_device: torch.device, pin: bool, packs: list[bool] | None = None
+    leaves: list[Tensor], device: torch.device, offload_device: torch.device, keep: Keep, packs: list[bool] | None = None
 ) -> Home:
     """A home for `leaves` (strided tensors on any device), to be streamed to `device`; `packs` as for a layout.
 
-    With `pin`, the leaves are copied into one pinned slab. Where that fails, and without it, a leaf that is on the offload device
-    already is its own home, so nothing is copied.
+    Where a slab is wanted and its memory cannot be had, the leaves stay as they are.
     """
     layout = Layout(leaves, packs)
-    if pin and layout.nbytes and offload_device.type == "cpu":
+    if keep is not Keep.AS_IS and layout.nbytes and offload_device.type == "cpu":
         try:
-            return _pinned_home(layout, device)
+            return _slab_home(layout, device, keep is Keep.PINNED)
         except backend.PinError as error:
             warn_unpinned(layout.nbytes, error)
+        except (MemoryError, OSError) as error:
+            logger.warning("No slab of %d bytes could be allocated (%s); the weights stay where they are.", layout.nbytes, error)
     return _plain_home(layout, offload_device)
 
 
-def _pinned_home(layout: Layout, device: torch.device) -> Home:
-    block = backend.pinned_memory(layout.nbytes, device)
+def _slab_home(layout: Layout, device: torch.device, pinned: bool) -> Home:
+    block = backend.pinned_memory(layout.nbytes, device) if pinned else backend.ordinary_memory(layout.nbytes)
     slab = backend.as_tensor(block, 0, layout.nbytes, torch.uint8)
     regions = layout.slices(slab)
     for region, source in zip(regions, layout.sources):
         region.copy_(source)
     layout.sources.clear()
-    return Home(layout, [_own_storage(layout, place, block, regions) for place in layout.places], regions, slab)
+    leaves = [_own_storage(layout, place, block, regions) for place in layout.places]
+    return Home(layout, leaves, regions, slab, pinned)
 
 
 def _own_storage(layout: Layout, place: Place, block: Any, regions: list[Tensor]) -> Tensor:
@@ -92,7 +111,7 @@ def _own_storage(layout: Layout, place: Place, block: Any, regions: list[Tensor]
 def _plain_home(layout: Layout, offload_device: torch.device) -> Home:
     regions = [_unpinned(source, offload_device) for source in layout.sources]
     layout.sources.clear()
-    return Home(layout, layout.views(regions), regions, None)
+    return Home(layout, layout.views(regions), regions, None, False)
 
 
 def _unpinned(source: Tensor, offload_device: torch.device) -> Tensor:

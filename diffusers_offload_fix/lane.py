@@ -162,10 +162,7 @@ class Lane:
     def _prefetch_group(self, state: Any) -> bool:
         if state.spanning or state.passive:
             return True
-        for unit in state.units:
-            if unit.slot is None and not self._prefetch_unit(unit):
-                return False
-        return True
+        return all(unit.slot is not None or self._prefetch_unit(unit) for unit in state.units)
 
     def _prefetch_unit(self, unit: Unit) -> bool:
         slot = self._take(unit)
@@ -242,7 +239,7 @@ class Lane:
 
     def _ring_for(self, unit: Unit) -> Ring | None:
         """The staging ring for a unit that is not pinned, or None where it would not help."""
-        if unit.home.slab is not None or unit.nbytes < SMALL or self._streams is None:
+        if unit.home.pinned or unit.nbytes < SMALL or self._streams is None:
             return None
         if self._ring is None or (self._ring.largest < unit.nbytes and self._ring.chunk < CHUNK):
             self._make_ring(unit.nbytes)

@@ -56,7 +56,13 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def moved_by_class(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """`tensor.to(device)`, which some classes (NF4Tensor) only know as a torch function; None where the class has no such operation, so that only its leaves can move."""
+    """`tensor.to(device)`, which some classes (NF4Tensor) only know as a torch function.
+
+    None where the class has no such operation, so that only its leaves can move.
+
+    Raises:
+        PackingError: the class refuses to move to an accelerator.
+    """
     try:
         with torch._C._EnableTorchFunction():
             moved = tensor.to(device)

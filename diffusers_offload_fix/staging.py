@@ -43,14 +43,14 @@ class Ring:
     def send(self, home: Home, memory: Tensor, stream: Any) -> Any:
         """Copies a home to `memory` (a 1-d uint8 tensor on the device) on `stream`; returns the event after which it is there."""
         total = home.layout.nbytes
-        for start in range(0, total, self.chunk):
-            index, buffer = self._free()
-            part = buffer[: min(self.chunk, total - start)]
-            home.gather(part, start)
-            with self._streams.on(stream):
-                memory[start : start + len(part)].copy_(part, non_blocking=True)
-            self._sent[index] = self._streams.mark(stream)
+        # Every step back into Python may wait for the thread that runs the model: few, long ones.
         with self._streams.on(stream):
+            for start in range(0, total, self.chunk):
+                index, buffer = self._free()
+                part = buffer if total - start >= self.chunk else buffer[: total - start]
+                home.gather(part, start)
+                memory[start : start + len(part)].copy_(part, non_blocking=True)
+                self._sent[index] = self._streams.mark(stream)
             home.layout.unpack(memory)
         return self._streams.mark(stream)
 

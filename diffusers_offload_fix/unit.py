@@ -7,6 +7,7 @@ the device while any of these groups needs it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from .binding import (
     WrapperBinding,
     let_go_of_base,
 )
-from .homes import Home, make_home
+from .homes import Home, Keep, make_home
 from .layout import byte_range, storage_bytes
 from .packing import packed_for
 from .tree import Tree, is_peculiar
-from .watch import Holding, holding, unchanged, versions
+from .watch import Holding, addresses, holding, unchanged, versions
 
 #: Views are cached by slot; a unit meets two slots in steady state, a few more while the execution order changes.
 CACHED_SLOTS = 4
@@ -71,11 +72,11 @@ class Unit:
         users: how many groups need the unit on the device now.
     """
 
-    def __init__(self, entries: list[Entry], device: torch.device, offload_device: torch.device, pin: bool) -> None:
+    def __init__(self, entries: list[Entry], device: torch.device, offload_device: torch.device, keep: Keep) -> None:
         self.entries = entries
         self.device = device
         self.offload_device = offload_device
-        self.pin = pin
+        self.keep = keep
         self.slot: Any = None
         self.buffer: Any = None
         self.lane: Any = None
@@ -84,7 +85,7 @@ class Unit:
         self.users = 0
         self._home: Home | None = None
         self._bindings: list[Binding] = []
-        self._views: dict[Any, tuple[list[list[Tensor]], Holding, int]] = {}
+        self._views: dict[Any, tuple[list[list[Tensor]], tuple[Holding, list[int]], int]] = {}
         for entry in entries:
             entry.unit = self
 
@@ -108,7 +109,7 @@ class Unit:
 
     def intact(self) -> bool:
         """True while every offloaded tensor holds what the home gave it."""
-        if self._home is None or holding(self._host_leaves) != self._held:
+        if self._home is None or self._holding(self._host_leaves, self._host_inner) != self._held:
             return False
         return all(binding.attached() for binding in self._asked)
 
@@ -122,7 +123,7 @@ class Unit:
         bindings = [entry.bindable(self.device, self.offload_device) for entry in self.entries]
         leaves = [leaf for binding in bindings for leaf in binding.cargo]
         packs = [entry.from_host for entry, binding in zip(self.entries, bindings) for _ in binding.cargo]
-        home = make_home(leaves, self.device, self.offload_device, self.pin, packs)
+        home = make_home(leaves, self.device, self.offload_device, self.keep, packs)
         for entry, binding, parts in zip(self.entries, bindings, split(home.leaves, bindings)):
             binding.adopt(parts)
             entry.binding = binding
@@ -132,30 +133,42 @@ class Unit:
 
     def _look(self) -> None:
         """Notes what the offloaded tensors hold."""
-        self._host_leaves = [leaf for binding in self._bindings for leaf in binding.host_leaves]
-        self._held = holding([leaf for binding in self._bindings for leaf in binding.kept])
         self._outers = [outer for binding in self._bindings for outer in binding.outers]
-        self._counted = [*self._outers, *self._host_leaves]
+        self._host_leaves, self._host_inner = self._sorted(binding.host_leaves for binding in self._bindings)
+        self._held = self._holding(*self._sorted(binding.kept for binding in self._bindings))
+        self._counted = [*self._outers, *self._host_inner, *self._host_leaves]
         self._asked = [binding for binding in self._bindings if type(binding) is not PlainBinding]
         self._leaf_lists = [binding.host_leaves for binding in self._asked]
+
+    def _sorted(self, lists: Iterable[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+        """The leaves that are tensors by themselves, and those inside wrappers."""
+        plain: list[Tensor] = []
+        inner: list[Tensor] = []
+        for binding, leaves in zip(self._bindings, lists):
+            (inner if binding.outers else plain).extend(leaves)
+        return plain, inner
+
+    @staticmethod
+    def _holding(plain: list[Tensor], inner: list[Tensor]) -> tuple[Holding, list[int]]:
+        return holding(plain), addresses(inner)
 
     def bind(self, in_place: bool) -> None:
         """Makes the tensors use the bytes in the slot; `in_place` as for a binding."""
         self._bound_views, self._bound_held = self._views_in(self.slot)
         for binding, views in zip(self._bindings, self._bound_views):
             binding.bind(views, in_place)
-        self._device_leaves = [leaf for binding in self._bindings for leaf in binding.device_leaves]
-        self._stamp = versions([*self._outers, *self._device_leaves])
+        self._device_leaves, self._device_inner = self._sorted(binding.device_leaves for binding in self._bindings)
+        self._stamp = self._device_stamp()
         self.bound = True
 
-    def _views_in(self, slot: Any) -> tuple[list[list[Tensor]], Holding]:
+    def _views_in(self, slot: Any) -> tuple[list[list[Tensor]], tuple[Holding, list[int]]]:
         # The same slot may lie at another address in another forward: its views are good, what they hold is not.
         where = slot.memory.data_ptr()
         known = self._views.get(slot.key)
         if known is not None and known[2] == where:
             return known[0], known[1]
         views = known[0] if known is not None else split(self.home.layout.device_views(slot.memory), self._bindings)
-        held = holding([view for part in views for view in part])
+        held = self._holding(*self._sorted(views))
         if slot.key is not None:
             if len(self._views) >= CACHED_SLOTS:
                 self._views.clear()
@@ -164,8 +177,8 @@ class Unit:
 
     def unbind(self) -> None:
         """Hands the host leaves back; what forward changed is copied to the host first, and nothing else."""
-        changed = self._stamp != versions([*self._outers, *self._device_leaves])
-        if changed or self.volatile or holding(self._device_leaves) != self._bound_held:
+        held = self._holding(self._device_leaves, self._device_inner)
+        if self.volatile or self._stamp != self._device_stamp() or held != self._bound_held:
             self._write_back()
         for binding in self._bindings:
             binding.unbind()
@@ -174,8 +187,11 @@ class Unit:
         if any(binding.host_leaves is not leaves for binding, leaves in zip(self._asked, self._leaf_lists)):
             self._look()
 
+    def _device_stamp(self) -> list[int]:
+        return versions([*self._outers, *self._device_inner, *self._device_leaves])
+
     def _write_back(self) -> None:
-        counts = dict(zip(map(id, [*self._outers, *self._device_leaves]), self._stamp))
+        counts = dict(zip(map(id, [*self._outers, *self._device_inner, *self._device_leaves]), self._stamp))
         for entry, binding, views in zip(self.entries, self._bindings, self._bound_views):
             tensors = [*binding.outers, *binding.device_leaves]
             changed = versions(tensors) != [counts[id(t)] for t in tensors] or id(entry.tensor) in self.volatile

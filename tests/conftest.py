@@ -21,15 +21,12 @@ if not os.environ.get("DIFFUSERS_OFFLOAD_FIX_TEST_GPU"):
 @pytest.fixture
 def npu() -> Iterator[torch.device]:
     """The first simulated device, at rest before, and without any unordered use of memory afterwards."""
+    import diffusers.hooks.group_offloading  # noqa: F401
+
+    # Every cell collects garbage to see what is kept; what was there before it need not be walked each time.
     gc.collect()
+    gc.freeze()
     sim.reset()
     yield torch.device("npu:0")
     assert sim.hazards() == []
     sim.reset()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _fewer_objects_to_collect() -> None:
-    """Every cell collects garbage to see what is kept; the imported libraries need not be walked each time."""
-    gc.collect()
-    gc.freeze()

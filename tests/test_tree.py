@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusers_offload_fix.homes import make_home
+from diffusers_offload_fix.homes import Keep, make_home
 from diffusers_offload_fix.layout import ALIGNMENT, Layout
 from diffusers_offload_fix.tree import Tree, children, is_wrapper, twin
 from tests.kinds.contract import read_bytes
@@ -87,7 +87,7 @@ def nested() -> st.SearchStrategy[torch.Tensor]:
 @settings(deadline=None, max_examples=150)
 def test_a_home_gives_back_every_leaf(leaves: list[torch.Tensor]) -> None:
     wanted = [(leaf.dtype, leaf.shape, leaf.stride(), read_bytes(leaf)) for leaf in leaves]
-    home = make_home(leaves, CPU, CPU, pin=False)
+    home = make_home(leaves, CPU, CPU, Keep.AS_IS)
     assert [(leaf.dtype, leaf.shape, leaf.stride(), read_bytes(leaf)) for leaf in home.leaves] == wanted
 
 
@@ -95,7 +95,7 @@ def test_a_home_gives_back_every_leaf(leaves: list[torch.Tensor]) -> None:
 @settings(deadline=None, max_examples=150)
 def test_bytes_travel_in_chunks(leaves: list[torch.Tensor], chunk: int) -> None:
     wanted = [read_bytes(leaf) for leaf in leaves]
-    home = make_home(leaves, CPU, CPU, pin=False)
+    home = make_home(leaves, CPU, CPU, Keep.AS_IS)
     memory = torch.zeros(home.layout.nbytes, dtype=torch.uint8)
     for start in range(0, len(memory), chunk):
         home.gather(memory[start : start + chunk], start)
@@ -117,7 +117,7 @@ def test_a_layout_is_aligned_and_does_not_overlap(leaves: list[torch.Tensor]) ->
 
 def test_leaves_that_share_memory_go_on_sharing_it() -> None:
     base = torch.arange(32, dtype=torch.float32)
-    home = make_home([base, base[8:16], base.view(4, 8).t()], CPU, CPU, pin=False)
+    home = make_home([base, base[8:16], base.view(4, 8).t()], CPU, CPU, Keep.AS_IS)
     home.leaves[0][9] = -1
     assert home.leaves[1][1] == -1
     assert home.leaves[2][1, 1] == -1
