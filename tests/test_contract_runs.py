@@ -57,8 +57,10 @@ def test_a_model_that_was_made_in_inference_mode(name: str, way: str, npu: torch
     require(name, npu)
     with torch.inference_mode():
         model, example = KINDS[name].build()
-        resident = KINDS[name].resident(npu)[0]
-        wanted = resident(example.to(npu))
+        try:
+            wanted = KINDS[name].resident(npu)[0](example.to(npu))
+        except Exception as error:
+            pytest.skip(f"refused without offloading too: {type(error).__name__}: {str(error)[:80]}")
     simulated.enable(model, npu, cells.MODES[way])
     for guard in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with guard():
@@ -222,9 +224,7 @@ def test_a_weight_that_is_changed_right_after_a_forward(name: str, way: str, npu
 
 @every(("name", WRAPPERS), ("way", WAYS))
 @pytest.mark.parametrize("weak", [True, False])
-def test_the_way_in_place_gives_the_same(
-    weak: bool, name: str, way: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_way_in_place_gives_the_same(weak: bool, name: str, way: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if not weak:
         monkeypatch.setattr(binding, "forced_way", "in_place")
         assert cells.run(name, cells.MODES[way], simulated.setting()) == []
