@@ -94,9 +94,7 @@ class Runner:
         report: called with each finished row.
     """
 
-    def __init__(
-        self, setting: Setting, modes: list[Mode], result: Result, path: Path | None, report: Callable[[Row], None]
-    ) -> None:
+    def __init__(self, setting: Setting, modes: list[Mode], result: Result, path: Path | None, report: Callable[[Row], None]) -> None:
         self.setting, self.modes, self.result = setting, modes, result
         self.path, self.report = path, report
         self.deadline = float("inf")
