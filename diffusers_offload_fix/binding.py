@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .packing import moved_by_class
 from .tree import Tree, attributes, bare, set_attribute, twin
-from .watch import attribute_ids, holding, versions
+from .watch import attribute_ids, holding, is_counted, versions
 
 #: Tests set this to "in_place" to run the whole contract that way; None takes the first way that torch accepts.
 forced_way: str | None = None
@@ -75,13 +75,14 @@ class PlainBinding(Binding):
         self.tensor = tree.root
         self.host_leaves = self.device_leaves = tree.leaves
         self.cargo = list(tree.leaves)
+        self._counted = all(map(is_counted, tree.leaves))
 
     def adopt(self, leaves: list[Tensor]) -> None:
-        self.cargo = leaves
+        self.cargo = leaves if self._counted else list(map(inference_alias, leaves))
         self.unbind()
 
     def bind(self, views: list[Tensor], in_place: bool) -> None:
-        set_leaves(self.host_leaves, views)
+        set_leaves(self.host_leaves, views if self._counted else list(map(inference_alias, views)))
 
     def unbind(self) -> None:
         set_leaves(self.host_leaves, self.cargo)
@@ -261,6 +262,13 @@ class RepackedBinding(Binding):
 
     def _count(self) -> list[int]:
         return versions([self.tensor, *self.host_leaves])
+
+
+def inference_alias(value: Tensor) -> Tensor:
+    """The same memory as an inference tensor: one that was made in inference mode cannot take the data of any other kind."""
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=value.dtype, device=value.device)
+        return alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 def set_leaves(leaves: list[Tensor], values: list[Tensor]) -> None:

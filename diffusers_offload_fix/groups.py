@@ -17,6 +17,7 @@ from .homes import Keep
 from .lane import Lane
 from .tree import is_peculiar
 from .unit import Entry, Unit
+from .watch import is_counted
 
 #: Where a `ModuleGroup` keeps its state.
 ATTRIBUTE = "_offload_fix"
@@ -52,7 +53,7 @@ class Structure:
         if all(leader is not module for module in modules):
             self._note_own(leader)
         self.tensors: list[Tensor] = unique(self._collect(modules))
-        self._untold = {id(t) for module in modules for t in module.buffers() if t.is_inference()}
+        self._untold = {id(t) for module in modules for t in module.buffers() if not is_counted(t)}
 
     def _note(self, module: torch.nn.Module) -> None:
         for table in (module._parameters, module._buffers, module._modules):
@@ -170,13 +171,6 @@ class GroupState:
         self._epoch = -1
         weakref.finalize(self, _bump).atexit = False
         _bump()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        # A copy of a model gets its own groups when offloading is enabled on it; streams and slots cannot be copied.
-        return None
-
-    def __reduce__(self) -> Any:
-        return (type(None), ())
 
     def plan(self) -> None:
         """Brings tensors and units up to date with the modules and with the other groups."""

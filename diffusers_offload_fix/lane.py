@@ -182,7 +182,7 @@ class Lane:
     def _take(self, unit: Unit) -> Slot | None:
         try:
             arena = self._current_arena()
-            fresh = arena.resume(self._compute())
+            fresh = arena.resume(self._compute(), self.stream)
         except RuntimeError:
             # Not even room for the arena: a unit that is needed now still may fit by itself.
             return None
@@ -192,12 +192,15 @@ class Lane:
 
     def _own_slot(self, unit: Unit, graph: bool) -> Slot:
         if graph:
-            slot = whole(Buffer(unit.nbytes, self.device))
+            buffer = Buffer(unit.nbytes, self.device)
+            buffer.resume(self._compute(), self.stream)
+            slot = whole(buffer)
             slot.key = None
+            slot.waits = [self._mark_compute()] if self.stream is not None else []
             return slot
         if unit.buffer is None or unit.buffer.nbytes != unit.nbytes:
             unit.buffer = Buffer(unit.nbytes, self.device)
-        unit.buffer.resume(self._compute())
+        unit.buffer.resume(self._compute(), self.stream)
         slot = whole(unit.buffer)
         if self.stream is not None:
             slot.waits = [self._mark_compute()]

@@ -6,6 +6,7 @@ active) goes through the original methods, and so does everything else about it.
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections.abc import Callable
@@ -147,6 +148,41 @@ def _lazy_post_forward(original: Function) -> Function:
     return post_forward
 
 
+def _registry_deepcopy(original: Function | None) -> Function:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """A copied model is an ordinary model: group offloading can be enabled on it anew.
+
+        Upstream copies the hooks but not the closures that call them, so that a copy would run the original's weights.
+        """
+        module = self._module_ref
+        twin = memo.get(id(module))
+        if twin is None or set(self.hooks) - _OURS or any(state_of(h.group) is None for h in _group_hooks(self)):
+            return _plain_deepcopy(self, memo)
+        forward = module.__dict__.get("forward")
+        if forward is not None:
+            memo[id(forward)] = types.MethodType(type(module).forward, twin)
+            memo.setdefault(id(memo), []).append(forward)
+        return type(self)(twin)
+
+    return __deepcopy__
+
+
+#: Hooks of group offloading; a registry with others is copied as upstream does.
+_OURS = {"group_offloading", "lazy_prefetch_group_offloading"}
+
+
+def _group_hooks(registry: Any) -> list[Any]:
+    return [hook for name, hook in registry.hooks.items() if name == "group_offloading"]
+
+
+def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` does for a class without a method of its own."""
+    twin = type(value).__new__(type(value))
+    memo[id(value)] = twin
+    twin.__dict__.update(copy.deepcopy(value.__dict__, memo))
+    return twin
+
+
 def release() -> None:
     """Makes live groups independent of the class patches, so that they keep working once these are gone."""
     for group in list(_live):
@@ -164,6 +200,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("GroupOffloadingHook.post_forward", "mover", "replace", _post_forward, ("self", "module", "output")),
     Patch("GroupOffloadingHook.new_forward", "mover", "add", _new_forward),
     Patch("GroupOffloadingHook.deinitalize_hook", "mover", "add", _deinitalize_hook, ("self", "module")),
+    Patch("HookRegistry.__deepcopy__", "mover", "add", _registry_deepcopy),
     Patch("LazyPrefetchGroupOffloadingHook.initialize_hook", "mover", "replace", _lazy_initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
 )

@@ -42,6 +42,9 @@ class Order:
         begins is another forward, and nothing may stay on the device until then.
         """
         before, now = self._before, self._now
+        if now is self.EDGE:
+            # Between forwards nothing is expected: what were copied now would stay on the device until the next one.
+            return
         for _ in range(len(self._next)):
             following = self._next.get((before, now))
             if following is None or following is self.EDGE or following is self._first:

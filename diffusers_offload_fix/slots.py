@@ -26,14 +26,19 @@ class Buffer:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._streams: dict[Any, None] = {}
 
-    def resume(self, stream: Any) -> bool:
-        """Makes sure that there is memory; True if it was allocated by this call, for use on `stream` first."""
+    def resume(self, stream: Any, copier: Any = None) -> bool:
+        """Makes sure that there is memory; True if it was allocated by this call, for use on `stream` first.
+
+        The allocator is told of `copier`, the stream that fills the memory: a model may be let go of while a copy is on its way.
+        """
         if self._streams:
             return False
         storage = self.memory.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
         self._streams = {stream: None}
+        if copier is not None and self.nbytes:
+            self.memory.record_stream(copier)
         return True
 
     def used_on(self, stream: Any) -> None:

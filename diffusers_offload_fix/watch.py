@@ -38,11 +38,19 @@ def unchanged(leaf: Tensor, given: Tensor) -> bool:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """In-place change counters; an inference tensor has none and counts as unchanged."""
+    """In-place change counters; a tensor without one counts as unchanged."""
     try:
         return list(map(_version, tensors))
     except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return [tensor._version if is_counted(tensor) else 0 for tensor in tensors]
+
+
+def is_counted(tensor: Tensor) -> bool:
+    """False for a tensor that was made in inference mode: it keeps no counter, whatever data it is given later."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
 
 
 def attribute_ids(wrappers: Sequence[Tensor]) -> list[list[int]]:

@@ -18,14 +18,23 @@ if not os.environ.get("DIFFUSERS_OFFLOAD_FIX_TEST_GPU"):
     sim.load()
 
 
-@pytest.fixture
-def npu() -> Iterator[torch.device]:
-    """The first simulated device, at rest before, and without any unordered use of memory afterwards."""
+@pytest.fixture(scope="session")
+def _libraries() -> None:
+    """Imports what is large, and keeps it out of garbage collection, which every cell asks for many times."""
     import diffusers.hooks.group_offloading  # noqa: F401
 
-    # Every cell collects garbage to see what is kept; what was there before it need not be walked each time.
+    from tests.kinds.catalogue import KINDS
+
+    for kind in KINDS.values():
+        kind.reason("cpu")
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def npu(_libraries: None) -> Iterator[torch.device]:
+    """The first simulated device, at rest before, and without any unordered use of memory afterwards."""
+    gc.collect()
     sim.reset()
     yield torch.device("npu:0")
     assert sim.hazards() == []

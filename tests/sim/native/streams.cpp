@@ -1,6 +1,14 @@
 // Streams, events and the queue of copies.
 #include "sim.h"
 
+#include <thread>
+
+extern "C" {
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
 namespace sim {
 
 State& state() {
@@ -9,7 +17,17 @@ State& state() {
 }
 
 Locked::Locked() {
-  state().mutex.lock();
+  // Inside the lock a tensor's count may rise, and torch takes the GIL for that when Python knows the tensor: whoever has the GIL
+  // must therefore let go of it while it waits for the lock.
+  while (!state().mutex.try_lock()) {
+    if (!PyGILState_Check()) {
+      state().mutex.lock();
+      break;
+    }
+    void* thread = PyEval_SaveThread();
+    std::this_thread::yield();
+    PyEval_RestoreThread(thread);
+  }
   ++state().depth;
 }
 
