@@ -163,9 +163,9 @@ class Streams:
         with self._module.stream(stream):
             yield
 
-    def mark(self, stream: Any) -> Any:
-        """An event recorded on `stream` now."""
-        event = self._module.Event()
+    def mark(self, stream: Any, timed: bool = False) -> Any:
+        """An event recorded on `stream` now; only a timed one can be measured from."""
+        event = self._module.Event(enable_timing=True) if timed else self._module.Event()
         event.record(stream)
         return event
 

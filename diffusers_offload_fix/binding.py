@@ -162,7 +162,7 @@ class WrapperBinding(Binding):
     def _swap_in(self, views: list[Tensor]) -> bool:
         if self._twin is None:
             self._twin = Tree(twin(self.tensor, self._device))
-            self._twin_attributes = attribute_ids(self._twin.wrappers)
+            self._twin_attributes = attribute_ids((self._twin.root,))
         if self._twin_views is not views:
             set_leaves(self._twin.leaves, views)
             self._twin_views = views
@@ -170,11 +170,11 @@ class WrapperBinding(Binding):
         if self._touched:
             carry_attributes(self.tensor, stand_in)
             self._touched = False
+            self._twin_attributes = attribute_ids((stand_in,))
         if stand_in.requires_grad != self.tensor.requires_grad:
             stand_in.requires_grad_(self.tensor.requires_grad)
         if not swap(self.tensor, stand_in):
             return False
-        self._twin_attributes = attribute_ids((self.tensor,))
         self.device_leaves = self._twin.leaves
         return True
 
@@ -186,6 +186,7 @@ class WrapperBinding(Binding):
         if touched:
             carry_attributes(self._twin.root, self.tensor)
             self._attributes = attribute_ids(self._host.wrappers)
+            self._twin_attributes = attribute_ids((self._twin.root,))
             self._twin_views = None
         self.device_leaves = self.host_leaves
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ ATTRIBUTE = "_offload_fix"
 _planning = threading.RLock()
 _entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
 _lanes: weakref.WeakValueDictionary[tuple[int, torch.device], Lane] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
 #: Counts the groups that came and went: a plan that was made under another count may be out of date.
 _epoch = 0
 
@@ -215,6 +217,8 @@ class GroupState:
         for entry in self._entries:
             parts.setdefault(frozenset(map(id, entry.claims)), []).append(entry)
         self.units = [self._unit(entries, self._keep()) for entries in parts.values()]
+        for unit in self.units:
+            unit.name = unit.name or f"{type(self.leader).__name__} {next(_numbers)}"
         if self.lane is not None:
             self.lane.changed = True
 

@@ -10,13 +10,14 @@ import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import backend
-from .homes import Home, warn_unpinned
+from .homes import warn_unpinned
 from .layout import align
 from .order import Order
 from .slots import Arena, Buffer, Slot, whole
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 LOOKAHEAD = 64
 #: Bytes under which a copy from unpinned memory is left to the driver.
 SMALL = 64 * 2**10
+
+
+#: Told of every copy and of every stay on the device, for a picture of what overlaps: `trace(what, unit, start, end)`, where `what`
+#: is "copy" or "compute" and `start` and `end` are timed events. It may be called from the staging thread.
+trace: Callable[[str, str, Any, Any], None] | None = None
 
 
 class Lane:
@@ -77,6 +83,7 @@ class Lane:
             if unit.slot is None:
                 self._load(unit, self._own_slot(unit, graph) if spanning or graph else self._slot(unit))
             self._arrive(unit)
+            unit.began = self._timed(self._compute()) if self.stream is not None else None
             unit.bind(in_place=graph)
         unit.users += 1
 
@@ -94,6 +101,7 @@ class Lane:
         if unit.users:
             return
         unit.unbind()
+        self._tell("compute", unit, unit.began, self._compute())
         self._give(unit, self._mark_compute())
 
     def prefetch(self) -> None:
@@ -214,12 +222,14 @@ class Lane:
         elif self.stream is None:
             self._load_now(unit, slot, ring)
         elif ring is not None:
-            slot.job = self._worker().submit(self._stage, unit.home, slot, ring)
+            slot.job = self._worker().submit(self._stage, unit, slot, ring)
         else:
             self._wait_for_free(slot)
+            began = self._timed(self.stream)
             with self._streams.on(self.stream):
                 unit.home.copy_to(slot.memory, non_blocking=True)
             slot.ready = self._last_copy = self._streams.mark(self.stream)
+            self._tell("copy", unit, began, self.stream)
         unit.slot, unit.lane = slot, self
         self._loaded[unit] = None
 
@@ -230,11 +240,21 @@ class Lane:
         else:
             ring.send(unit.home, slot.memory, self._compute())
 
-    def _stage(self, home: Home, slot: Slot, ring: Ring) -> Any:
+    def _stage(self, unit: Unit, slot: Slot, ring: Ring) -> Any:
         # On the worker thread, which has modes of its own.
         with torch.no_grad():
             self._wait_for_free(slot)
-            return ring.send(home, slot.memory, self.stream)
+            began = self._timed(self.stream)
+            ready = ring.send(unit.home, slot.memory, self.stream)
+            self._tell("copy", unit, began, self.stream)
+            return ready
+
+    def _timed(self, stream: Any) -> Any:
+        return self._streams.mark(stream, timed=True) if trace is not None and self._streams is not None else None
+
+    def _tell(self, what: str, unit: Unit, began: Any, stream: Any) -> None:
+        if trace is not None and began is not None:
+            trace(what, unit.name, began, self._timed(stream))
 
     def _wait_for_free(self, slot: Slot) -> None:
         for event in slot.waits:

@@ -177,7 +177,7 @@ def _group_hooks(registry: Any) -> list[Any]:
 
 def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     """What `copy.deepcopy` does for a class without a method of its own."""
-    twin = type(value).__new__(type(value))
+    twin = object.__new__(type(value))
     memo[id(value)] = twin
     twin.__dict__.update(copy.deepcopy(value.__dict__, memo))
     return twin

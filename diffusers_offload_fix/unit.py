@@ -68,6 +68,8 @@ class Unit:
         buffer: device memory of its own, for a unit that does not go through an arena; it is empty while the unit is offloaded.
         bound: True while the tensors use the slot.
         lane: the lane that loaded the unit last.
+        name: what a trace calls the unit.
+        began: where a trace measures the present stay on the device from.
         volatile: ids of tensors that may change in forward without their version telling.
         users: how many groups need the unit on the device now.
     """
@@ -80,6 +82,8 @@ class Unit:
         self.slot: Any = None
         self.buffer: Any = None
         self.lane: Any = None
+        self.name = ""
+        self.began: Any = None
         self.volatile: set[int] = set()
         self.bound = False
         self.users = 0

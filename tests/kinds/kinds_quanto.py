@@ -32,7 +32,7 @@ def kinds() -> Iterator[Kind]:
     yield _quanto("qint8-fp16", "qint8", dtype=torch.float16)
     yield _quanto("qint4", "qint4")
     yield _quanto("qint2", "qint2")
-    yield _quanto("qfloat8", "qfloat8")
+    yield _quanto("qfloat8", "qfloat8", "repack")
     yield _quanto("qfloat8-e5m2", "qfloat8_e5m2")
     yield _quanto("qint4-tinygemm", "qint4", "repack", width=256)
     yield _quanto("qint4-fp32", "qint4", width=256, dtype=torch.float32)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-SEQUENCE = 16
+# More than 32 rows: for fewer, quanto 0.2.7 runs an AWQ kernel whose semaphores start uninitialised, so its result is not repeatable.
+SEQUENCE = 24
 BATCH = 2
 
 
