@@ -34,9 +34,7 @@ def install_tests(session: nox.Session) -> None:
 def overlay(session: nox.Session, *requirements: str) -> dict[str, str]:
     """Put other releases in front of the installed ones, without their dependencies."""
     folder = Path(session.create_tmp()) / "overlay"
-    session.run(
-        "python", "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), *requirements
-    )
+    session.run("python", "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), *requirements)
     return {"PYTHONPATH": str(folder)}
 
 
@@ -56,6 +54,14 @@ def minimums(session: nox.Session) -> None:
     session.install("-q", "wrapt==2.4.*")
     variables = overlay(session, "diffusers==0.33.1", "torchao==0.9.0")
     session.run("python", "-m", "pytest", "-m", "not overlay and not gpu", *session.posargs, "tests", env=variables)
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Every kind in every mode, on the newest releases and on the pairs of older ones; hours on two cores."""
+    install_tests(session)
+    files = ["tests/test_matrix.py", "tests/test_matrix_releases.py"]
+    session.run("python", "-m", "pytest", *files, *session.posargs, env={"DIFFUSERS_OFFLOAD_FIX_FULL": "1"})
 
 
 @nox.session

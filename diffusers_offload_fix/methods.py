@@ -123,6 +123,7 @@ def _deinitalize_hook(original: Function) -> Function:
         state = state_of(self.group)
         if state is not None:
             mover.retire(state)
+            module.__dict__.get("_diffusers_hook").__dict__.pop("__deepcopy__", None)
         return original(self, module)
 
     return deinitalize_hook
@@ -148,38 +149,40 @@ def _lazy_post_forward(original: Function) -> Function:
     return post_forward
 
 
-def _registry_deepcopy(original: Function | None) -> Function:
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """A copied model is an ordinary model: group offloading can be enabled on it anew.
+def _initialize_hook(original: Function) -> Function:
+    def initialize_hook(self: Any, module: torch.nn.Module) -> Any:
+        """Offloads the group, as upstream does, and sees to it that a copy of the module is an ordinary one."""
+        registry = module.__dict__.get("_diffusers_hook")
+        if registry is not None and state_of(self.group) is not None:
+            registry.__dict__["__deepcopy__"] = types.MethodType(_deepcopy, registry)
+        return original(self, module)
 
-        Upstream copies the hooks but not the closures that call them, so that a copy would run the original's weights.
-        """
-        module = self._module_ref
-        twin = memo.get(id(module))
-        if twin is None or set(self.hooks) - _OURS or any(state_of(h.group) is None for h in _group_hooks(self)):
-            return _plain_deepcopy(self, memo)
-        forward = module.__dict__.get("forward")
-        if forward is not None:
-            memo[id(forward)] = types.MethodType(type(module).forward, twin)
-            memo.setdefault(id(memo), []).append(forward)
-        return type(self)(twin)
+    return initialize_hook
 
-    return __deepcopy__
+
+def _deepcopy(registry: Any, memo: dict[int, Any]) -> Any:
+    # Upstream copies the hooks but not the closures that call them: a copied model would run the original's weights.
+    module = registry._module_ref
+    twin = memo.get(id(module))
+    if twin is None or set(registry.hooks) - _OURS:
+        return _plain_deepcopy(registry, memo)
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        memo[id(forward)] = types.MethodType(type(module).forward, twin)
+        memo.setdefault(id(memo), []).append(forward)
+    return type(registry)(twin)
 
 
 #: Hooks of group offloading; a registry with others is copied as upstream does.
 _OURS = {"group_offloading", "lazy_prefetch_group_offloading"}
 
 
-def _group_hooks(registry: Any) -> list[Any]:
-    return [hook for name, hook in registry.hooks.items() if name == "group_offloading"]
-
-
 def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     """What `copy.deepcopy` does for a class without a method of its own."""
     twin = object.__new__(type(value))
     memo[id(value)] = twin
-    twin.__dict__.update(copy.deepcopy(value.__dict__, memo))
+    attributes = {name: item for name, item in value.__dict__.items() if name != "__deepcopy__"}
+    twin.__dict__.update(copy.deepcopy(attributes, memo))
     return twin
 
 
@@ -200,7 +203,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("GroupOffloadingHook.post_forward", "mover", "replace", _post_forward, ("self", "module", "output")),
     Patch("GroupOffloadingHook.new_forward", "mover", "add", _new_forward),
     Patch("GroupOffloadingHook.deinitalize_hook", "mover", "add", _deinitalize_hook, ("self", "module")),
-    Patch("HookRegistry.__deepcopy__", "mover", "add", _registry_deepcopy),
+    Patch("GroupOffloadingHook.initialize_hook", "mover", "replace", _initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.initialize_hook", "mover", "replace", _lazy_initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
 )

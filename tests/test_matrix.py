@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import diffusers_offload_fix  # noqa: F401
+from diffusers_offload_fix import binding, lane, staging
 from tests import cells, simulated
 from tests.kinds.catalogue import KINDS
 
@@ -37,3 +38,30 @@ def test_cell(name: str, place: str, mode: str, npu: torch.device) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert cells.run(name, cells.MODES[mode], simulated.setting(), place) == []
+
+
+WRAPPERS = [name for name, kind in KINDS.items() if "wrapper" in kind.tags]
+
+
+@pytest.mark.parametrize("mode", ["block+stream", "leaf+stream+low"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_cell_without_swapping(name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch refuses to swap a wrapper, moving it in place has the same result."""
+    place = KINDS[name].quantised_on[0]
+    reason = KINDS[name].runs(npu, place)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(binding, "forced_way", "in_place")
+    assert cells.run(name, cells.MODES[mode], simulated.setting(), place) == []
+
+
+@pytest.mark.parametrize("mode", ["block+stream+low", "leaf+stream+low", "block"])
+@pytest.mark.parametrize("name", ["plain-bfloat16", "plain-tied-root", "plain-strided", "torchao-int8wo", "quanto-qint8"])
+def test_cell_through_small_staging_buffers(
+    name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models here are smaller than a staging buffer: with buffers of 2 KiB their weights pass through in many pieces."""
+    monkeypatch.setattr(lane, "SMALL", 0)
+    monkeypatch.setattr(lane, "CHUNK", 2048)
+    monkeypatch.setattr(staging, "CHUNK", 2048)
+    assert cells.run(name, cells.MODES[mode], simulated.setting()) == []
