@@ -36,6 +36,9 @@ class CudaRegistrar:
     def register(self, address: int, nbytes: int) -> None:
         error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         if error:
+            # The runtime remembers the error and would blame the next kernel for it; the first launch takes it away.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
             raise PinError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
 
     def unregister(self, address: int) -> None:

@@ -56,6 +56,9 @@ class Binding:
         """Makes the tensor use its host leaves again."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Lets go of the views that it was bound to: their memory will not be met again."""
+
     def attached(self) -> bool:
         """True while the offloaded tensor has the leaves that it had; whether these hold the same is asked of them."""
         return True
@@ -150,6 +153,11 @@ class WrapperBinding(Binding):
             self._set_host(Tree(self.tensor))
             self._twin = self._twin_views = None
             self._move_in_place(self.cargo, self._offload_device)
+
+    def forget(self) -> None:
+        if self._twin is not None:
+            set_leaves(self._twin.leaves, [leaf.new_empty(0) for leaf in self._twin.leaves])
+        self._twin_views = None
 
     def attached(self) -> bool:
         # An attribute that was set is no inner tensor that was replaced, but it changes the same list: look closer then.

@@ -308,7 +308,7 @@ class Lane:
         self._loaded.pop(unit, None)
         if isinstance(slot.buffer, Arena):
             slot.buffer.give(slot, [event for event in (used, slot.ready) if event is not None])
-        elif slot.key is not None:
+        elif slot.buffer is unit.buffer:
             if used is None and slot.ready is not None:
                 self._compute().wait_event(slot.ready)
             slot.buffer.release()

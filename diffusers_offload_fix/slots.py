@@ -6,6 +6,7 @@ given back carries the events after which its bytes may be overwritten.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,16 +15,30 @@ from torch import Tensor
 from .layout import align
 
 
+@functools.cache
+def storages_resize(device_type: str) -> bool:
+    """True if a device's storage can be emptied and filled again under the tensors that view it."""
+    storage = torch.empty(16, dtype=torch.uint8, device=device_type).untyped_storage()
+    try:
+        storage.resize_(0)
+        storage.resize_(16)
+    except RuntimeError:
+        return False
+    return storage.nbytes() == 16
+
+
 class Buffer:
     """A device buffer whose memory comes and goes while views of it stay.
 
     `memory` is a 1-d uint8 tensor of `nbytes` bytes. Its storage is empty until `resume` and again after `release`; a view that was
-    made once is valid in every period between them, so nothing has to be built again for each forward.
+    made once is valid in every period between them, so nothing has to be built again for each forward. Where the device cannot do
+    that (`lasting` is False), each period has memory of its own, and no view may be kept.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.lasting = storages_resize(device.type)
         self._streams: dict[Any, None] = {}
 
     def resume(self, stream: Any, copier: Any = None) -> bool:
@@ -33,9 +48,8 @@ class Buffer:
         """
         if self._streams:
             return False
-        storage = self.memory.untyped_storage()
-        if storage.nbytes() != self.nbytes:
-            storage.resize_(self.nbytes)
+        if self.memory.untyped_storage().nbytes() != self.nbytes:
+            self._fill()
         self._streams = {stream: None}
         if copier is not None and self.nbytes:
             self.memory.record_stream(copier)
@@ -50,7 +64,16 @@ class Buffer:
         for stream in list(self._streams)[1:]:
             self.memory.record_stream(stream)
         self._streams = {}
-        self.memory.untyped_storage().resize_(0)
+        if self.lasting:
+            self.memory.untyped_storage().resize_(0)
+        else:
+            self.memory = self.memory.new_empty(0)
+
+    def _fill(self) -> None:
+        if self.lasting:
+            self.memory.untyped_storage().resize_(self.nbytes)
+        else:
+            self.memory = self.memory.new_empty(self.nbytes)
 
 
 class Slot:
@@ -76,7 +99,7 @@ class Slot:
         self.job: Any = None
         self.ready: Any = None
         self.stamp: list[int] = []
-        self.key: Any = (buffer, start)
+        self.key: Any = (buffer, start) if buffer.lasting else None
 
 
 def whole(buffer: Buffer) -> Slot:

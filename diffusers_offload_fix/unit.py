@@ -186,6 +186,8 @@ class Unit:
             self._write_back()
         for binding in self._bindings:
             binding.unbind()
+            if self.slot.key is None:
+                binding.forget()
         self._bound_views = []
         self.bound = False
         if any(binding.host_leaves is not leaves for binding, leaves in zip(self._asked, self._leaf_lists)):

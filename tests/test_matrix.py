@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import diffusers_offload_fix  # noqa: F401
-from diffusers_offload_fix import binding, lane, staging
+from diffusers_offload_fix import binding, lane, slots, staging
 from tests import cells, simulated
 from tests.kinds.catalogue import KINDS
 
@@ -64,4 +64,14 @@ def test_cell_through_small_staging_buffers(
     monkeypatch.setattr(lane, "SMALL", 0)
     monkeypatch.setattr(lane, "CHUNK", 2048)
     monkeypatch.setattr(staging, "CHUNK", 2048)
+    assert cells.run(name, cells.MODES[mode], simulated.setting()) == []
+
+
+@pytest.mark.parametrize("mode", ["block", "block+stream", "leaf+stream", "block+stream+low"])
+@pytest.mark.parametrize("name", ["plain-bfloat16", "plain-tied-root", "torchao-int8wo", "quanto-qint8"])
+def test_cell_where_storages_do_not_resize(
+    name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device whose storages keep their size gets new memory for every forward, and none is kept either."""
+    monkeypatch.setattr(slots, "storages_resize", lambda device_type: False)
     assert cells.run(name, cells.MODES[mode], simulated.setting()) == []
