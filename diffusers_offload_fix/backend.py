@@ -182,4 +182,3 @@ def stream_device(stream: Any, fallback: torch.device) -> torch.device:
 def has_streams(device: torch.device) -> bool:
     """True if copies to the device can overlap with compute."""
     return device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "Stream")
-

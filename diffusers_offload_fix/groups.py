@@ -262,7 +262,6 @@ class GroupState:
         for unit in self.units:
             unit.volatile = volatile
 
-
     def take_replaced(self) -> None:
         """Brings buffers that forward put in the place of others to the offload device; the next plan adopts them."""
         for buffer in self._structure.replaced_buffers() if self._structure is not None else ():

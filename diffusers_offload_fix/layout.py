@@ -70,9 +70,7 @@ class Layout:
         self.regions: list[Region] = []
         self.places: list[Place] = [None] * len(leaves)  # type: ignore[list-item]
         self.nbytes = 0
-        ranges = sorted(
-            (leaf.untyped_storage().data_ptr(), *byte_range(leaf), index) for index, leaf in enumerate(leaves)
-        )
+        ranges = sorted((leaf.untyped_storage().data_ptr(), *byte_range(leaf), index) for index, leaf in enumerate(leaves))
         for run in _overlapping(ranges):
             self._add(leaves, run)
         self.device_nbytes = self.nbytes

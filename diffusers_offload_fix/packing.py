@@ -7,6 +7,7 @@ from one device type to another, and some refuse the way altogether because thei
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from .layout import byte_range, storage_bytes
 from .tree import Tree, attributes
+
+#: Moving is done with torch functions off; a class that only knows `.to()` as one needs them. Older torch has no way to say so.
+_torch_function = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
 
 #: `True` for a signature whose leaves move as they are.
 _moves_as_it_is: dict[tuple[Any, ...], bool] = {}
@@ -64,7 +68,7 @@ def moved_by_class(tensor: Tensor, device: torch.device) -> Tensor | None:
         PackingError: the class refuses to move to an accelerator.
     """
     try:
-        with torch._C._EnableTorchFunction():
+        with _torch_function():
             moved = tensor.to(device)
     except Exception as error:
         if device.type == "cpu" or _is_missing(error):

@@ -237,9 +237,7 @@ def split(leaves: list[Tensor], bindings: list[Binding]) -> list[list[Tensor]]:
     return parts
 
 
-def make_binding(
-    tensor: Tensor, owner: torch.nn.Module | None, device: torch.device, offload_device: torch.device
-) -> Binding:
+def make_binding(tensor: Tensor, owner: torch.nn.Module | None, device: torch.device, offload_device: torch.device) -> Binding:
     """The binding for one tensor that is on either device now."""
     tree = Tree(tensor, owner)
     for leaf in tree.leaves:
@@ -257,4 +255,3 @@ def make_binding(
     if packed is not None:
         return RepackedBinding.from_host(tensor, packed, device, offload_device)
     return WrapperBinding(tree, device, offload_device)
-

@@ -71,9 +71,7 @@ def test_each_file_holds_one_fix(name: str) -> None:
     module = importlib.import_module(f"{fixes.__name__}.{name}")
     fix = module.FIX
     assert fix.name == name
-    assert len((module.__doc__ or "").splitlines()) >= 3, (
-        "the docstring says what is wrong, and where the real evidence is"
-    )
+    assert len((module.__doc__ or "").splitlines()) >= 3, "the docstring says what is wrong, and where the real evidence is"
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", issue) for issue in fix.issues)
     assert fix.summary and not fix.summary.endswith(".")
     assert SpecifierSet(fix.versions)

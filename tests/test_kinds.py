@@ -188,9 +188,7 @@ def test_plan_orders_the_blocks() -> None:
         assert seen == plan
 
 
-@pytest.mark.parametrize(
-    "name", ["plain-tied-in-block", "plain-tied-neighbours", "plain-tied-root", "plain-tied-buffers"]
-)
+@pytest.mark.parametrize("name", ["plain-tied-in-block", "plain-tied-neighbours", "plain-tied-root", "plain-tied-buffers"])
 def test_ties_hold(name: str) -> None:
     assert contract.tied_names(KINDS[name].build()[0])
 
@@ -281,9 +279,7 @@ def test_a_lost_attribute_is_seen() -> None:
 def test_a_lost_parameter_type_is_seen() -> None:
     model, before = planted("own-movable")
     plain = model.proj_in.weight.detach()
-    plain.__dict__.update(
-        {k: v for k, v in vars(model.proj_in.weight).items() if k not in ("qdata", "scale", "_is_param")}
-    )
+    plain.__dict__.update({k: v for k, v in vars(model.proj_in.weight).items() if k not in ("qdata", "scale", "_is_param")})
     model.proj_in._parameters["weight"] = plain
     assert faults(model, before) == ["proj_in.weight: is_parameter was True, is False"]
 

@@ -57,9 +57,7 @@ def test_cell_without_swapping(name: str, mode: str, npu: torch.device, monkeypa
 
 @pytest.mark.parametrize("mode", ["block+stream+low", "leaf+stream+low", "block"])
 @pytest.mark.parametrize("name", ["plain-bfloat16", "plain-tied-root", "plain-strided", "torchao-int8wo", "quanto-qint8"])
-def test_cell_through_small_staging_buffers(
-    name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cell_through_small_staging_buffers(name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are smaller than a staging buffer: with buffers of 2 KiB their weights pass through in many pieces."""
     monkeypatch.setattr(lane, "SMALL", 0)
     monkeypatch.setattr(lane, "CHUNK", 2048)
@@ -69,9 +67,7 @@ def test_cell_through_small_staging_buffers(
 
 @pytest.mark.parametrize("mode", ["block", "block+stream", "leaf+stream", "block+stream+low"])
 @pytest.mark.parametrize("name", ["plain-bfloat16", "plain-tied-root", "torchao-int8wo", "quanto-qint8"])
-def test_cell_where_storages_do_not_resize(
-    name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cell_where_storages_do_not_resize(name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose storages keep their size gets new memory for every forward, and none is kept either."""
     monkeypatch.setattr(slots, "storages_resize", lambda device_type: False)
     assert cells.run(name, cells.MODES[mode], simulated.setting()) == []

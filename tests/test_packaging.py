@@ -41,9 +41,7 @@ class Environment:
 
     def output(self, *arguments: str, **variables: str) -> str:
         inherited = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [self.python, *arguments], env={**inherited, **variables}, capture_output=True, text=True, timeout=300
-        )
+        done = subprocess.run([self.python, *arguments], env={**inherited, **variables}, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

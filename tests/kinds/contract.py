@@ -168,9 +168,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     for name, module in model.named_modules():
         outside = {p: _leaf(t) for p, t in _module_tensors(module).items() if not is_traceable_wrapper_subclass(t)}
         if outside:
-            prints[f"{name}:state"] = Print(
-                "module", type(module).__qualname__, False, False, None, (), (), None, {}, outside
-            )
+            prints[f"{name}:state"] = Print("module", type(module).__qualname__, False, False, None, (), (), None, {}, outside)
     return prints
 
 

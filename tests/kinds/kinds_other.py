@@ -45,9 +45,7 @@ def _bnb_8bit(linear: nn.Linear, threshold: float) -> nn.Module:
     import bitsandbytes as bnb
 
     has_bias = linear.bias is not None
-    made = bnb.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, bias=has_bias, has_fp16_weights=False, threshold=threshold
-    )
+    made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=has_bias, has_fp16_weights=False, threshold=threshold)
     made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
     made.bias = linear.bias
     return made.eval()
@@ -92,9 +90,7 @@ def _gguf_swap(linear: nn.Linear, quant_type: str) -> nn.Module:
 def _gguf(quant_type: str) -> Kind:
     def build(device: Device, seed: int) -> Built:
         swap = partial(_gguf_swap, quant_type=quant_type)
-        return build_stack(
-            lambda: Stack(64), device, seed, torch.bfloat16, finish=lambda model: replace_linears(model, swap)
-        )
+        return build_stack(lambda: Stack(64), device, seed, torch.bfloat16, finish=lambda model: replace_linears(model, swap))
 
     needs = ("gguf", "accelerate", "diffusers.quantizers.gguf.utils")
     return Kind(f"gguf-{quant_type.lower()}", "diffusers", build, ("cpu",), needs=needs)

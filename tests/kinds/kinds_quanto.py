@@ -21,9 +21,7 @@ def _quanto(name: str, qtype: str, *tags: str, width: int = 64, dtype: torch.dty
     def build(device: Device, seed: int) -> Built:
         return build_stack(lambda: Stack(width), device, seed, dtype, quantise=quantise)
 
-    return Kind(
-        f"quanto-{name}", "optimum-quanto", build, tags=frozenset({"wrapper", *tags}), needs=("optimum.quanto",)
-    )
+    return Kind(f"quanto-{name}", "optimum-quanto", build, tags=frozenset({"wrapper", *tags}), needs=("optimum.quanto",))
 
 
 def kinds() -> Iterator[Kind]:

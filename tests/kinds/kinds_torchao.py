@@ -217,9 +217,7 @@ def kinds() -> Iterator[Kind]:
     for packing in ("plain", "plain_int32", "tile_packed_to_4d", "preshuffled", "marlin_sparse"):
         yield _torchao(f"int4-{packing.replace('_', '-')}", lambda packing=packing: _int4_packing(packing))
     yield _torchao("int4-tiled-v1", lambda: _int4_layout("TensorCoreTiledLayout", inner_k_tiles=8))
-    yield _torchao(
-        "int4-marlin-v1", lambda: _int4_layout("MarlinSparseLayout", group=128), width=256, dtype=torch.float16
-    )
+    yield _torchao("int4-marlin-v1", lambda: _int4_layout("MarlinSparseLayout", group=128), width=256, dtype=torch.float16)
     yield _torchao("int4dq-v1", lambda: find("Int8DynamicActivationInt4WeightConfig")(group_size=32))
     yield _torchao("int4-cpu-v1", lambda: _int4_layout("Int4CPULayout"), "refuses-accelerator", quantised_on=("cpu",))
     yield _torchao("int4-opaque", _opaque, "refuses-in-forward", quantised_on=("cpu",))
@@ -227,12 +225,8 @@ def kinds() -> Iterator[Kind]:
     yield _torchao("intx-int4", lambda: _intx(torch.int4, 32))
     yield _torchao("intx-int3", lambda: _intx(torch.int3, 64))
     yield _torchao("intx-dynamic", _intx_dynamic)
-    yield _torchao(
-        "intx-opaque", lambda: _intx_dynamic("opaque_aten_kleidiai"), "refuses-accelerator", quantised_on=("cpu",)
-    )
-    yield _torchao(
-        "intx-opaque-lowbit", lambda: _intx_dynamic("opaque_torchao_auto"), "refuses-accelerator", quantised_on=("cpu",)
-    )
+    yield _torchao("intx-opaque", lambda: _intx_dynamic("opaque_aten_kleidiai"), "refuses-accelerator", quantised_on=("cpu",))
+    yield _torchao("intx-opaque-lowbit", lambda: _intx_dynamic("opaque_torchao_auto"), "refuses-accelerator", quantised_on=("cpu",))
     yield _torchao("uint4", _uintx)
     yield _torchao("fp6", lambda: find("FPXWeightOnlyConfig")(3, 2), dtype=torch.float16)
     yield _torchao("mxfp8", lambda: _mx(torch.float8_e4m3fn))

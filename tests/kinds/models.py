@@ -91,9 +91,7 @@ class Stack(nn.Module):
             x = self.blocks[index](x)
         return self.proj_out(x)
 
-    def make_input(
-        self, seed: int = 0, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def make_input(self, seed: int = 0, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an input whose bytes depend on `seed` alone, not on the device."""
         return make_input(self, self.width, seed, device, dtype)
 

@@ -52,9 +52,7 @@ class Wrapper(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _REWRAP:
             return args[0]._rebuild({name: func(leaf) for name, leaf in args[0]._inner().items()})

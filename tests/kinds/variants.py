@@ -203,9 +203,7 @@ def expand(model: Any) -> Any:
 def channels_last(model: Any) -> Any:
     """Store convolution weights channels_last."""
     for block in model.blocks:
-        block.conv.weight = nn.Parameter(
-            block.conv.weight.contiguous(memory_format=torch.channels_last), requires_grad=False
-        )
+        block.conv.weight = nn.Parameter(block.conv.weight.contiguous(memory_format=torch.channels_last), requires_grad=False)
     return model
 
 
