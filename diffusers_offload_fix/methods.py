@@ -7,6 +7,7 @@ active) goes through the original methods, and so does everything else about it.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -123,10 +124,40 @@ def _deinitalize_hook(original: Function) -> Function:
         state = state_of(self.group)
         if state is not None:
             mover.retire(state)
-            module.__dict__.get("_diffusers_hook").__dict__.pop("__deepcopy__", None)
+        registry = module.__dict__.get("_diffusers_hook")
+        if registry is not None:
+            registry.__dict__.pop("__deepcopy__", None)
+            _relink(registry, self, module)
         return original(self, module)
 
     return deinitalize_hook
+
+
+def _relink(registry: Any, hook: Any, module: torch.nn.Module) -> None:
+    """Closes the chain of forwards behind a hook that is being removed, where upstream leaves it open (RC8).
+
+    When a hook below this one was removed, upstream wrote the new link over `forward` and left `original_forward` stale, which it
+    has just followed. And where the hook above has a `new_forward` of its own, upstream has just written the link over that.
+    """
+    index = registry._hook_order.index(_GROUP_OFFLOADING) if registry.hooks.get(_GROUP_OFFLOADING) is hook else -1
+    if index < 0:
+        return
+    link = hook.fn_ref
+    below = link.original_forward if _is_own(link.forward, hook) else link.forward
+    if index == len(registry._hook_order) - 1:
+        module.forward = below
+        return
+    above = registry._fn_refs[index + 1]
+    if above.original_forward is None:
+        above.forward = below
+        return
+    owner = registry.hooks[registry._hook_order[index + 1]]
+    above.original_forward = below
+    above.forward = functools.update_wrapper(functools.partial(owner.new_forward, module), owner.new_forward)
+
+
+def _is_own(forward: Any, hook: Any) -> bool:
+    return isinstance(forward, functools.partial) and getattr(forward.func, "__self__", None) is hook
 
 
 def _lazy_initialize_hook(original: Function) -> Function:
@@ -174,7 +205,8 @@ def _deepcopy(registry: Any, memo: dict[int, Any]) -> Any:
 
 
 #: Hooks of group offloading; a registry with others is copied as upstream does.
-_OURS = {"group_offloading", "lazy_prefetch_group_offloading"}
+_GROUP_OFFLOADING = "group_offloading"
+_OURS = {_GROUP_OFFLOADING, "lazy_prefetch_group_offloading"}
 
 
 def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
