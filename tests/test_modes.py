@@ -159,7 +159,7 @@ def test_a_hook_above_stays_connected_when_offloading_is_applied_anew(npu: torch
     from diffusers.hooks.hooks import HookRegistry
 
     _, model, example = pair(npu)
-    enable(model, npu, **ARGUMENTS, **({"block_modules": ["encoder", "decoder"]}))
+    enable(model, npu, **ARGUMENTS, block_modules=["encoder", "decoder"])
     hook = halving()
     block = model.encoder.blocks[1]
     registry = HookRegistry.check_if_exists_or_initialize(block)
