@@ -149,6 +149,8 @@ class GroupState:
     Attributes:
         units: the units that the group needs on the device to run.
         active: True while they are there for this group.
+        running: how many of the group's modules are in their forward now.
+        thread: the thread that entered the group.
         spanning: True if the group is on the device while other groups come and go (the root of a model).
         passive: True if there is nowhere to move to (the onload device is the offload device).
     """
@@ -167,6 +169,7 @@ class GroupState:
         self.units: list[Unit] = []
         self.active = False
         self.running = 0
+        self.thread = 0
         self.lane: Lane | None = None
         self._entries: list[Entry] = []
         self._structure: Structure | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -54,9 +55,7 @@ def abandon(state: GroupState) -> None:
     if state.passive or lane is None:
         return
     with quiet(), lane.lock:
-        inside = list(lane.active)
-        inside = inside[inside.index(state) :] if state in lane.active else []
-        for other in reversed(inside):
+        for other in [*_entered_inside(lane, state), *([state] if state.active else [])]:
             _deactivate(lane, other)
         lane.order.edge()
         if not lane.active:
@@ -80,7 +79,7 @@ def offload(lane: Lane, state: GroupState) -> None:
     """Takes an active group off the device; the end of a spanning group is the end of a forward."""
     if state.spanning:
         # Whatever was entered inside and not left (its last module did not run) has no business outside.
-        for other in [other for other in reversed(list(lane.active)) if other is not state and not other.spanning]:
+        for other in _entered_inside(lane, state):
             _deactivate(lane, other)
     _deactivate(lane, state)
     if lane.active:
@@ -92,6 +91,14 @@ def offload(lane: Lane, state: GroupState) -> None:
         lane.finish()
     else:
         lane.prefetch()
+
+
+def _entered_inside(lane: Lane, state: GroupState) -> list[GroupState]:
+    """The groups that this thread entered after `state` and that are still there, last first."""
+    active = list(lane.active)
+    if state not in lane.active:
+        return []
+    return [other for other in reversed(active[active.index(state) + 1 :]) if other.thread == state.thread]
 
 
 def retire(state: GroupState) -> None:
@@ -129,7 +136,7 @@ def _activate(lane: Lane, state: GroupState, graph: bool) -> None:
         for unit in done:
             lane.release(unit)
         raise
-    state.active = True
+    state.active, state.thread = True, threading.get_ident()
     lane.active[state] = None
     lane.order.enter(state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import pytest
@@ -170,3 +171,53 @@ def test_a_hook_above_stays_connected_when_offloading_is_applied_anew(npu: torch
     block.to(npu)
     assert torch.equal(run(model, example), halved)
     assert hook.calls == 2
+
+
+class Guest(nn.Module):
+    """A block that calls a model which is no part of it, as a pipeline's parts call each other."""
+
+    def __init__(self, block: nn.Module, others: list[nn.Module]) -> None:
+        super().__init__()
+        self.block = block
+        self.others = others
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for other in self.others:
+            x = x + other(x)
+        return self.block(x)
+
+
+@pytest.mark.parametrize("flags", STREAMS, ids=str)
+def test_a_model_that_runs_inside_another(flags: dict[str, Any], npu: torch.device) -> None:
+    expected, model, example = pair(npu)
+    expected_inner, inner, _ = pair(npu)
+    expected.encoder.blocks[1] = Guest(expected.encoder.blocks[1], [expected_inner])
+    model.encoder.blocks[1] = Guest(model.encoder.blocks[1], [inner])
+    for part in (model, inner):
+        enable(part, npu, offload_type="block_level", num_blocks_per_group=1, block_modules=["encoder", "decoder"], **flags)
+    for _ in range(3):
+        assert torch.equal(run(model, example), run(expected, example))
+        assert contract.leaves_off(model, "cpu") + contract.leaves_off(inner, "cpu") == []
+
+
+@pytest.mark.parametrize("flags", STREAMS, ids=str)
+def test_two_models_in_two_threads(flags: dict[str, Any], npu: torch.device) -> None:
+    expected, one, example = pair(npu)
+    _, two, _ = pair(npu)
+    wanted = run(expected, example)
+    for part in (one, two):
+        enable(part, npu, offload_type="leaf_level", **flags)
+    wrong: list[Any] = []
+
+    def work(model: nn.Module) -> None:
+        with torch.no_grad():
+            wrong.extend(index for index in range(6) if not torch.equal(model(example), wanted))
+
+    with sim.xpu_shim():
+        threads = [threading.Thread(target=work, args=(part,)) for part in (one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert contract.leaves_off(one, "cpu") + contract.leaves_off(two, "cpu") == []
