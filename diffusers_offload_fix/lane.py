@@ -7,6 +7,7 @@ copies against the computing stream. A lane without a stream copies when a group
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -26,6 +27,8 @@ from .unit import Unit
 
 if TYPE_CHECKING:
     from .groups import GroupState
+
+logger = logging.getLogger("diffusers_offload_fix")
 
 #: How many groups ahead are looked at; the arena's size is what really bounds it.
 LOOKAHEAD = 64
@@ -105,12 +108,18 @@ class Lane:
         self._give(unit, self._mark_compute())
 
     def prefetch(self) -> None:
-        """Copies the units that are expected next, as far as the arena has room."""
+        """Copies the units that are expected next, as far as the arena has room.
+
+        A copy that fails here is made again when its group runs, and what is wrong then is raised there.
+        """
         if self.stream is None:
             return
-        for ahead, state in enumerate(self.order.ahead()):
-            if ahead == LOOKAHEAD or not self._prefetch_group(state):
-                return
+        try:
+            for ahead, state in enumerate(self.order.ahead()):
+                if ahead == LOOKAHEAD or not self._prefetch_group(state):
+                    return
+        except Exception as error:
+            logger.debug("a copy ahead of time failed: %s", error)
 
     def finish(self) -> None:
         """Ends a forward: nothing of this lane stays on the device, and no thread runs.
@@ -216,6 +225,15 @@ class Lane:
 
     def _load(self, unit: Unit, slot: Slot) -> None:
         slot.stamp = unit.stamp()
+        unit.slot, unit.lane = slot, self
+        self._loaded[unit] = None
+        try:
+            self._copy(unit, slot)
+        except BaseException:
+            self._give(unit, None)
+            raise
+
+    def _copy(self, unit: Unit, slot: Slot) -> None:
         ring = self._ring_for(unit)
         if self._streams is None:
             unit.home.copy_to(slot.memory, non_blocking=False)
@@ -230,8 +248,6 @@ class Lane:
                 unit.home.copy_to(slot.memory, non_blocking=True)
             slot.ready = self._last_copy = self._streams.mark(self.stream)
             self._tell("copy", unit, began, self.stream)
-        unit.slot, unit.lane = slot, self
-        self._loaded[unit] = None
 
     def _load_now(self, unit: Unit, slot: Slot, ring: Ring | None) -> None:
         # Where there is no copy stream the host waits, as it does upstream: the weights may be changed as soon as this returns.

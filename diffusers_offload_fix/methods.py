@@ -71,8 +71,10 @@ def _pre_forward(original: Function) -> Function:
         state = state_of(self.group)
         if state is None:
             return original(self, module, *args, **kwargs)
+        # Inputs first: if they do not fit on the device, the group is not left there.
+        args, kwargs = _send(args, state, ()), _send(kwargs, state, _excluded(self))
         _enter(state, (args, kwargs))
-        return _send(args, state, ()), _send(kwargs, state, _excluded(self))
+        return args, kwargs
 
     return pre_forward
 

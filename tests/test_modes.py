@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import diffusers_offload_fix  # noqa: F401
+from diffusers_offload_fix import homes, lane, staging
 from tests import sim
 from tests.kinds import contract
 from tests.kinds.models import Stack, fill, make_input
@@ -221,3 +222,33 @@ def test_two_models_in_two_threads(flags: dict[str, Any], npu: torch.device) -> 
             thread.join()
     assert wrong == []
     assert contract.leaves_off(one, "cpu") + contract.leaves_off(two, "cpu") == []
+
+
+@pytest.mark.parametrize("flags", STREAMS, ids=str)
+def test_copies_that_fail_cost_one_forward_only(flags: dict[str, Any], npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, model, example = pair(npu)
+    enable(model, npu, offload_type="block_level", num_blocks_per_group=1, block_modules=["encoder", "decoder"], **flags)
+    wanted = run(expected, example)
+    assert torch.equal(run(model, example), wanted)
+    before = torch.get_device_module("npu").memory_allocated(npu)
+    copies: list[int] = []
+
+    def fails_after_two(original: Any) -> Any:
+        def copy(*arguments: Any, **more: Any) -> Any:
+            copies.append(1)
+            if len(copies) > 2:
+                raise OSError("the bus is gone")
+            return original(*arguments, **more)
+
+        return copy
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((homes.Home, "copy_to"), (staging.Ring, "send")):
+            patch.setattr(owner, name, fails_after_two(getattr(owner, name)))
+        patch.setattr(lane, "SMALL", 0)
+        with pytest.raises(OSError, match="the bus is gone"):
+            run(model, example)
+    assert contract.leaves_off(model, "cpu") == []
+    assert torch.get_device_module("npu").memory_allocated(npu) == before
+    for _ in range(2):
+        assert torch.equal(run(model, example), wanted)
