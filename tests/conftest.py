@@ -6,13 +6,14 @@ import gc
 import os
 from collections.abc import Iterator
 
+# The models are tiny: threads only get into each other's way, and two workers share the machine. Read when torch is imported, here
+# and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
 from tests import sim
-
-# The models are tiny: threads only get into each other's way, and two workers share the machine.
-torch.set_num_threads(1)
 
 if not os.environ.get("DIFFUSERS_OFFLOAD_FIX_TEST_GPU"):
     sim.load()
