@@ -98,7 +98,6 @@ class Cell:
         self.before = setting.live_bytes()
         self.model, _ = kind.build(origin)
         self.from_cpu = origin == "cpu"
-        self.saved = contract.persistence(self.model) if self.from_cpu else {}
         self.print = contract.fingerprint(self.wanted_at_rest(origin))
         self.ids = contract.snapshot_ids(self.model)
         self.ties = contract.tied_names(self.model)
