@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
@@ -330,8 +329,23 @@ def lane_of(device: torch.device, stream: Any) -> Lane:
         return lane
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+class quiet:  # noqa: N801
     """Moving weights is no part of the user's computation: no graph, no inference tensors, no torch function (Q14)."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        yield
+
+    # Entered twice a group and forward, so it does without the generators behind torch's own contexts.
+    __slots__ = ("_function", "_grad", "_inference")
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._function = torch._C.DisableTorchFunctionSubclass()
+        self._function.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._function.__exit__(*error)
+        torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*error)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
+import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import backend
-from .homes import warn_unpinned
+from . import idle
 from .layout import align
-from .order import Order
+from .order import Order, Pair
 from .slots import Arena, Buffer, Slot, whole
-from .staging import CHUNK, Ring
+from .transfer import Transfer
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -32,13 +30,10 @@ logger = logging.getLogger("diffusers_offload_fix")
 
 #: How many groups ahead are looked at; the arena's size is what really bounds it.
 LOOKAHEAD = 64
-#: Bytes under which a copy from unpinned memory is left to the driver.
+#: A unit of at most so many bytes has device memory of its own, which a loop keeps: copying it costs more than it holds.
 SMALL = 64 * 2**10
-
-
-#: Told of every copy and of every stay on the device, for a picture of what overlaps: `trace(what, unit, start, end)`, where `what`
-#: is "copy" or "compute" and `start` and `end` are timed events. It may be called from the staging thread.
-trace: Callable[[str, str, Any, Any], None] | None = None
+#: Bytes of device memory that the small units of one lane may have for themselves.
+SMALL_TOTAL = 8 * 2**20
 
 
 class Lane:
@@ -54,6 +49,9 @@ class Lane:
         groups: the groups that use the lane.
         active: the groups that are on the device, in the order in which they were entered.
         changed: True if units came or went since the arena was made.
+        looping: True while forwards follow one another without a pause: then slots outlive a forward.
+        ended: when the last forward ended, in seconds of `time.monotonic()`.
+        rested: when the last group was left, likewise.
     """
 
     def __init__(self, device: torch.device, stream: Any, given: Any = None) -> None:
@@ -64,15 +62,26 @@ class Lane:
         self.order = Order()
         self.groups: weakref.WeakSet[GroupState] = weakref.WeakSet()
         self.changed = True
-        self._streams = backend.Streams(device) if backend.has_streams(device) else None
-        self._arena: Arena | None = None
         self.active: dict[GroupState, None] = {}
+        self.looping = False
+        self.ended = self.rested = float("-inf")
+        self.transfer = Transfer(device, stream)
+        self._streams = self.transfer.streams
+        self._between = True
+        self._arena: Arena | None = None
         self._loaded: dict[Unit, None] = {}
-        self._last_copy: Any = None
-        self._ring: Ring | None = None
-        self._no_ring = False
-        self._executor: ThreadPoolExecutor | None = None
-        self._executor_pid = 0
+        self._expected: deque[Any] = deque()
+        self._horizon: Pair | None = None
+        self._full = False
+        self._small: dict[int, int] = {}
+        self._read: list[Any] = []
+
+    def begin(self) -> None:
+        """Before the first group of a forward."""
+        if self._between:
+            self._between = False
+            self.looping = self.stream is not None and time.monotonic() - self.ended < idle.PAUSE
+            idle.make_way(self)
 
     def acquire(self, unit: Unit, spanning: bool, graph: bool) -> None:
         """Loads a unit if need be and binds it.
@@ -84,68 +93,129 @@ class Lane:
         if not unit.bound:
             self._refresh(unit, graph)
             if unit.slot is None:
-                self._load(unit, self._own_slot(unit, graph) if spanning or graph else self._slot(unit))
+                own = spanning or graph or self._is_small(unit)
+                self._load(unit, self._own_slot(unit, graph) if own else self._slot(unit))
             self._arrive(unit)
-            unit.began = self._timed(self._compute()) if self.stream is not None else None
+            unit.began = self.transfer.timed(self._compute()) if self.stream is not None else None
             unit.bind(in_place=graph)
         unit.users += 1
 
     def _arrive(self, unit: Unit) -> None:
+        slot = unit.slot
         try:
-            self._collect(unit.slot)
+            self.transfer.collect(slot)
         except BaseException:
             self._give(unit, None)
             raise
-        self._wait_for(unit.slot)
+        if self._streams is not None:
+            compute = self._streams.current()
+            for event in slot.ready:
+                compute.wait_event(event)
+            slot.buffer.used_on(compute)
+        if slot.ready:
+            self._read = slot.ready
 
     def release(self, unit: Unit) -> None:
         """Offloads a unit when its last user lets go of it."""
         unit.users -= 1
         if unit.users:
             return
-        unit.unbind()
-        self._tell("compute", unit, unit.began, self._compute())
-        self._give(unit, self._mark_compute())
+        changed = unit.unbind()
+        compute = self._compute()
+        self.transfer.tell("compute", unit, unit.began, compute)
+        if self.looping and not changed and unit.slot.buffer is unit.buffer:
+            return
+        self._give(unit, self._streams.mark(compute) if self.stream is not None and self._streams is not None else None)
 
     def prefetch(self) -> None:
         """Copies the units that are expected next, as far as the arena has room.
 
         A copy that fails here is made again when its group runs, and what is wrong then is raised there.
         """
-        if self.stream is None:
+        if self.stream is None or self._full:
             return
-        try:
-            for ahead, state in enumerate(self.order.ahead()):
-                if ahead == LOOKAHEAD or not self._prefetch_group(state):
-                    return
-        except Exception as error:
-            logger.debug("a copy ahead of time failed: %s", error)
+        for _ in range(LOOKAHEAD):
+            found = self.order.after(self._horizon or self.order.now, self.looping)
+            if found is None or found[0] in self._expected:
+                return
+            if not self._prefetch_group(found[0]):
+                # Until a slot is given back there is nothing to try.
+                self._full = True
+                return
+            self._expected.append(found[0])
+            self._horizon = found[1]
+
+    def entered(self, state: GroupState) -> None:
+        """Notes that a group is on the device."""
+        self.active[state] = None
+        self.order.enter(state)
+        if self._expected and self._expected[0] is state:
+            self._expected.popleft()
+        else:
+            self._look_anew()
+
+    def end(self) -> None:
+        """After the last group of a forward, or between two where none is active: nothing is bound.
+
+        The host waits for the last copy of the forward here, once: a weight that is changed in place right after a forward must not be
+        changed under a copy that the forward still reads. A copy that was made ahead is made again if its weight changes.
+        """
+        if self.order.ended():
+            self._between = True
+            self.ended = time.monotonic()
+        keeps = self.looping or not self._between
+        if keeps:
+            self.prefetch()
+        else:
+            self.finish()
+        if self._between:
+            wait_for(self._read)
+            self._read = []
+        if keeps or self.transfer.busy:
+            self.rested = time.monotonic()
+            idle.rest(self)
 
     def finish(self) -> None:
-        """Ends a forward: nothing of this lane stays on the device, and no thread runs.
-
-        The host waits for the last copy here, once: a weight that is changed in place right after a forward must not be changed under
-        a copy that still reads it.
-        """
-        self._drop_unbound()
-        self._finish_jobs()
-        if self._last_copy is not None and not self._last_copy.query():
-            self._last_copy.synchronize()
-        self._last_copy = None
+        """Takes everything of this lane off the device."""
+        for unit in list(self._loaded):
+            self.drop(unit)
         if self._arena is not None and not self._arena.taken:
             self._arena.release()
+        self._look_anew()
+
+    def clear(self, wait: bool = True) -> bool:
+        """Takes everything off the device and ends the threads, unless a forward runs; False then.
+
+        Args:
+            wait: wait while another thread moves units of the lane. Not for a caller that holds another lane's lock.
+        """
+        if not self.lock.acquire(blocking=wait):
+            return False
+        try:
+            if self.active:
+                return False
+            self.finish()
+            self._between, self.looping, self.ended = True, False, float("-inf")
+            self.transfer.close()
+        finally:
+            self.lock.release()
+        return True
 
     def drop(self, unit: Unit) -> None:
         """Gives back the slot of a unit that is loaded but not bound."""
         if unit.slot is not None and not unit.bound:
             # Nobody waits for this copy any more; what it raised would be raised by the next one that is needed.
             with contextlib.suppress(Exception):
-                self._collect(unit.slot)
+                self.transfer.collect(unit.slot)
+            # Whoever drops a copy may let go of the memory that it reads.
+            wait_for(unit.slot.ready)
             self._give(unit, None)
 
-    def idle(self) -> bool:
-        """True if no unit is bound and no copy is expected."""
-        return not any(unit.bound for unit in self._loaded) and next(iter(self.order.ahead()), None) is None
+    def _look_anew(self) -> None:
+        """What was expected did not come, or is gone."""
+        self._expected.clear()
+        self._horizon = None
+        self._full = False
 
     def _current_arena(self) -> Arena:
         """The arena, made anew if the units have changed and none of them sits in the old one."""
@@ -157,12 +227,20 @@ class Lane:
                 self._arena.release()
             self._arena = Arena(nbytes, self.device)
         self.changed = False
+        self._small.clear()
         return self._arena
 
     def _arena_size(self) -> int:
         # Two of the largest units: one that computes and one that is being copied, as many as upstream holds.
         sizes = [align(unit.nbytes) for state in self.groups if not state.spanning for unit in state.units]
         return 2 * max(sizes, default=0)
+
+    def _is_small(self, unit: Unit) -> bool:
+        if self.stream is None or unit.nbytes > SMALL:
+            return False
+        if id(unit) not in self._small and sum(self._small.values()) + unit.nbytes <= SMALL_TOTAL:
+            self._small[id(unit)] = unit.nbytes
+        return id(unit) in self._small
 
     def _refresh(self, unit: Unit, graph: bool) -> None:
         """Drops a copy that was made too early or must not be reused, and a home that the tensors have left."""
@@ -172,17 +250,17 @@ class Lane:
         if not intact:
             unit.make_home()
 
-    def _drop_unbound(self) -> None:
-        for unit in list(self._loaded):
-            self.drop(unit)
-
     def _prefetch_group(self, state: Any) -> bool:
         if state.spanning or state.passive:
             return True
-        return all(unit.slot is not None or self._prefetch_unit(unit) for unit in state.units)
+        try:
+            return all(unit.slot is not None or self._prefetch_unit(unit) for unit in state.units)
+        except Exception as error:
+            logger.debug("a copy ahead of time failed: %s", error)
+            return False
 
     def _prefetch_unit(self, unit: Unit) -> bool:
-        slot = self._take(unit)
+        slot = self._own_slot(unit, False) if self._is_small(unit) else self._take(unit)
         if slot is not None:
             self._load(unit, slot)
         return slot is not None
@@ -192,7 +270,10 @@ class Lane:
             return self._own_slot(unit, False)
         slot = self._take(unit)
         if slot is None:
-            self._drop_unbound()
+            for other in list(self._loaded):
+                if isinstance(other.slot.buffer, Arena):
+                    self.drop(other)
+            self._look_anew()
             slot = self._take(unit)
         return slot or self._own_slot(unit, False)
 
@@ -203,24 +284,23 @@ class Lane:
         except RuntimeError:
             # Not even room for the arena: a unit that is needed now still may fit by itself.
             return None
-        if fresh:
-            self.stream.wait_event(self._mark_compute())
+        if fresh and self._streams is not None:
+            self.stream.wait_event(self._streams.mark(self._compute()))
         return arena.take(unit.nbytes)
 
     def _own_slot(self, unit: Unit, graph: bool) -> Slot:
         if graph:
             buffer = Buffer(unit.nbytes, self.device)
-            buffer.resume(self._compute(), self.stream)
-            slot = whole(buffer)
+        else:
+            if unit.buffer is None or unit.buffer.nbytes != unit.nbytes:
+                unit.buffer = Buffer(unit.nbytes, self.device)
+            buffer = unit.buffer
+        buffer.resume(self._compute(), self.stream)
+        slot = whole(buffer)
+        if graph:
             slot.key = None
-            slot.waits = [self._mark_compute()] if self.stream is not None else []
-            return slot
-        if unit.buffer is None or unit.buffer.nbytes != unit.nbytes:
-            unit.buffer = Buffer(unit.nbytes, self.device)
-        unit.buffer.resume(self._compute(), self.stream)
-        slot = whole(unit.buffer)
-        if self.stream is not None:
-            slot.waits = [self._mark_compute()]
+        if self.stream is not None and self._streams is not None:
+            slot.waits = [self._streams.mark(self._compute())]
         return slot
 
     def _load(self, unit: Unit, slot: Slot) -> None:
@@ -228,111 +308,29 @@ class Lane:
         unit.slot, unit.lane = slot, self
         self._loaded[unit] = None
         try:
-            self._copy(unit, slot)
+            self.transfer.start(unit, slot)
         except BaseException:
             self._give(unit, None)
             raise
 
-    def _copy(self, unit: Unit, slot: Slot) -> None:
-        ring = self._ring_for(unit)
-        if self._streams is None:
-            unit.home.copy_to(slot.memory, non_blocking=False)
-        elif self.stream is None:
-            self._load_now(unit, slot, ring)
-        elif ring is not None:
-            slot.job = self._worker().submit(self._stage, unit, slot, ring)
-        else:
-            self._wait_for_free(slot)
-            began = self._timed(self.stream)
-            with self._streams.on(self.stream):
-                unit.home.copy_to(slot.memory, non_blocking=True)
-            slot.ready = self._last_copy = self._streams.mark(self.stream)
-            self._tell("copy", unit, began, self.stream)
-
-    def _load_now(self, unit: Unit, slot: Slot, ring: Ring | None) -> None:
-        # Where there is no copy stream the host waits, as it does upstream: the weights may be changed as soon as this returns.
-        if ring is None:
-            unit.home.copy_to(slot.memory, non_blocking=False)
-        else:
-            ring.send(unit.home, slot.memory, self._compute())
-
-    def _stage(self, unit: Unit, slot: Slot, ring: Ring) -> Any:
-        # On the worker thread, which has modes of its own.
-        with torch.no_grad():
-            self._wait_for_free(slot)
-            began = self._timed(self.stream)
-            ready = ring.send(unit.home, slot.memory, self.stream)
-            self._tell("copy", unit, began, self.stream)
-            return ready
-
-    def _timed(self, stream: Any) -> Any:
-        return self._streams.mark(stream, timed=True) if trace is not None and self._streams is not None else None
-
-    def _tell(self, what: str, unit: Unit, began: Any, stream: Any) -> None:
-        if trace is not None and began is not None:
-            trace(what, unit.name, began, self._timed(stream))
-
-    def _wait_for_free(self, slot: Slot) -> None:
-        for event in slot.waits:
-            self.stream.wait_event(event)
-
-    def _ring_for(self, unit: Unit) -> Ring | None:
-        """The staging ring for a unit that is not pinned, or None where it would not help."""
-        if unit.home.pinned or unit.nbytes < SMALL or self._streams is None:
-            return None
-        if self._ring is None or (self._ring.largest < unit.nbytes and self._ring.chunk < CHUNK):
-            self._make_ring(unit.nbytes)
-        return self._ring
-
-    def _make_ring(self, largest: int) -> None:
-        if self._no_ring or self._streams is None:
-            return
-        self._finish_jobs()
-        self._ring = None
-        try:
-            self._ring = Ring(largest, self._streams)
-        except backend.PinError as error:
-            self._no_ring = True
-            warn_unpinned(largest, error)
-
-    def _worker(self) -> ThreadPoolExecutor:
-        # A thread does not survive a fork; it lives for one forward, so none outlives the model or holds up the interpreter's exit.
-        if self._executor is None or self._executor_pid != os.getpid():
-            self._executor = ThreadPoolExecutor(1, "offload-staging")
-            self._executor_pid = os.getpid()
-        return self._executor
-
-    def _finish_jobs(self) -> None:
-        if self._executor is not None and self._executor_pid == os.getpid():
-            self._executor.shutdown()
-        self._executor = None
-
-    def _collect(self, slot: Slot) -> None:
-        """Waits until the worker has issued the slot's copies; its error, if there was one, is raised here."""
-        job, slot.job = slot.job, None
-        if job is not None:
-            slot.ready = self._last_copy = job.result()
-
-    def _wait_for(self, slot: Slot) -> None:
-        compute = self._compute()
-        if slot.ready is not None:
-            compute.wait_event(slot.ready)
-        slot.buffer.used_on(compute)
-
     def _give(self, unit: Unit, used: Any) -> None:
         slot, unit.slot = unit.slot, None
         self._loaded.pop(unit, None)
+        self._full = False
         if isinstance(slot.buffer, Arena):
-            slot.buffer.give(slot, [event for event in (used, slot.ready) if event is not None])
+            slot.buffer.give(slot, slot.ready if used is None else [used])
         elif slot.buffer is unit.buffer:
-            if used is None and slot.ready is not None:
-                self._compute().wait_event(slot.ready)
+            if used is None and self._streams is not None:
+                for event in slot.ready:
+                    self._streams.current().wait_event(event)
             slot.buffer.release()
 
     def _compute(self) -> Any:
         return self._streams.current() if self._streams is not None else None
 
-    def _mark_compute(self) -> Any:
-        if self.stream is None or self._streams is None:
-            return None
-        return self._streams.mark(self._streams.current())
+
+def wait_for(events: list[Any]) -> None:
+    """Makes the host wait for events that have not happened yet."""
+    for event in events:
+        if not event.query():
+            event.synchronize()

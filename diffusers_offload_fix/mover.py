@@ -58,8 +58,7 @@ def abandon(state: GroupState) -> None:
         for other in [*_entered_inside(lane, state), *([state] if state.active else [])]:
             _deactivate(lane, other)
         lane.order.edge()
-        if not lane.active:
-            lane.finish()
+        lane.clear()
 
 
 def park(state: GroupState) -> None:
@@ -87,10 +86,7 @@ def offload(lane: Lane, state: GroupState) -> None:
         return
     if state.spanning:
         lane.order.edge()
-    if lane.idle():
-        lane.finish()
-    else:
-        lane.prefetch()
+    lane.end()
 
 
 def _entered_inside(lane: Lane, state: GroupState) -> list[GroupState]:
@@ -123,8 +119,10 @@ def _planned(state: GroupState) -> Lane:
 
 
 def _activate(lane: Lane, state: GroupState, graph: bool) -> None:
-    if state.spanning and not lane.active:
-        lane.order.edge()
+    if not lane.active:
+        if state.spanning:
+            lane.order.edge()
+        lane.begin()
     state.mark_volatile()
     done = []
     try:
@@ -137,8 +135,7 @@ def _activate(lane: Lane, state: GroupState, graph: bool) -> None:
             lane.release(unit)
         raise
     state.active, state.thread = True, threading.get_ident()
-    lane.active[state] = None
-    lane.order.enter(state)
+    lane.entered(state)
 
 
 def _deactivate(lane: Lane, state: GroupState) -> None:

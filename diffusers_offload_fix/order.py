@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+#: The last two groups: what the next one is predicted from.
+Pair = tuple[Hashable, Hashable]
+
 
 class Order:
     """A record of entered groups (any hashable objects) and the successors that it suggests."""
@@ -16,10 +19,15 @@ class Order:
     EDGE = "edge"
 
     def __init__(self) -> None:
-        self._next: dict[tuple[Hashable, Hashable], Hashable] = {}
+        self._next: dict[Pair, Hashable] = {}
         self._before: Hashable = self.EDGE
         self._now: Hashable = self.EDGE
         self._first: Hashable | None = None
+
+    @property
+    def now(self) -> Pair:
+        """The last two groups."""
+        return self._before, self._now
 
     def enter(self, group: Hashable) -> None:
         """Notes that `group` runs now."""
@@ -35,22 +43,33 @@ class Order:
         self._next[self._before, self._now] = self.EDGE
         self._before = self._now = self.EDGE
 
-    def ahead(self) -> Iterator[Hashable]:
-        """The groups that are expected next in this forward, nearest first.
+    def after(self, pair: Pair, looping: bool = False) -> tuple[Hashable, Pair] | None:
+        """The group that is expected after `pair`, and the pair that it makes; None where nothing is.
 
         Where no edge is ever noted (a model whose parts are called one by one), the first group that ever ran counts as one: what it
-        begins is another forward, and nothing may stay on the device until then.
+        begins is another forward. That is looked into only if forwards follow one another (`looping`).
         """
-        before, now = self._before, self._now
-        if now is self.EDGE:
-            # Between forwards nothing is expected: what were copied now would stay on the device until the next one.
-            return
+        following = self._next.get(pair)
+        if following is self.EDGE and looping:
+            pair = (self.EDGE, self.EDGE)
+            following = self._next.get(pair)
+        if following is None or following is self.EDGE or (following is self._first and not looping):
+            return None
+        return following, (pair[1], following)
+
+    def ended(self) -> bool:
+        """True if no further group is expected in this forward."""
+        return self._now is self.EDGE or self.after(self.now) is None
+
+    def ahead(self) -> Iterator[Hashable]:
+        """The groups that are expected next in this forward, nearest first; none between forwards."""
+        pair = self.now
         for _ in range(len(self._next)):
-            following = self._next.get((before, now))
-            if following is None or following is self.EDGE or following is self._first:
+            found = None if pair[1] is self.EDGE else self.after(pair)
+            if found is None:
                 return
-            yield following
-            before, now = now, following
+            group, pair = found
+            yield group
 
     def forget(self, group: Hashable) -> None:
         """Drops a group that no longer exists."""

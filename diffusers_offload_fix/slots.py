@@ -82,13 +82,13 @@ class Slot:
     Attributes:
         memory: the bytes, a 1-d uint8 tensor.
         waits: events that a copy into the slot has to wait for.
-        job: the future whose result is `ready`, while a worker still copies; else None.
-        ready: the event after which the slot holds its unit, or None where the copy ran on the computing stream itself.
+        jobs: futures of the events in `ready`, while threads still copy; else empty.
+        ready: the events after which the slot holds its unit; none where the copy ran on the computing stream itself.
         stamp: the tensors' change counters when the copy was issued.
         key: equal for slots at the same place of the same buffer; None if views of the slot must not be kept.
     """
 
-    __slots__ = ("buffer", "end", "job", "key", "memory", "ready", "stamp", "start", "waits")
+    __slots__ = ("buffer", "end", "jobs", "key", "memory", "ready", "stamp", "start", "waits")
 
     def __init__(self, buffer: Buffer, memory: Tensor, start: int, end: int, waits: list[Any]) -> None:
         self.buffer = buffer
@@ -96,8 +96,8 @@ class Slot:
         self.start = start
         self.end = end
         self.waits = waits
-        self.job: Any = None
-        self.ready: Any = None
+        self.jobs: list[Any] = []
+        self.ready: list[Any] = []
         self.stamp: list[int] = []
         self.key: Any = (buffer, start) if buffer.lasting else None
 
@@ -107,62 +107,70 @@ def whole(buffer: Buffer) -> Slot:
     return Slot(buffer, buffer.memory, 0, buffer.nbytes, [])
 
 
-class _Free:
-    __slots__ = ("end", "start", "waits")
+class _Half:
+    """One half of an arena: units lie in it one after another, and it starts anew once all of them are gone.
 
-    def __init__(self, start: int, end: int, waits: list[Any]) -> None:
-        self.start, self.end, self.waits = start, end, waits
+    `waits` are events of units that lay here, after which the bytes may be overwritten.
+    """
+
+    __slots__ = ("end", "held", "start", "used", "waits")
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self.used, self.held = start, 0
+        self.waits: list[Any] = []
+
+    def fits(self, need: int) -> bool:
+        if not self.held:
+            self.used = self.start
+        return self.used + need <= self.end
 
 
 class Arena(Buffer):
     """One device buffer that is cut into slots.
 
-    Slots are taken from alternating ends: the next unit then never sits in the middle of the space that the one after it needs.
+    It has two halves of the largest unit's size. One is filled with the units that come next, one after another, while those in
+    the other are computed with. A largest unit therefore always finds its room once the half before last is through: with slots
+    taken wherever there is room, a few small units in the middle of the buffer keep it waiting for the last of them.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__(nbytes, device)
         self.taken = 0
-        self._free = [_Free(0, nbytes, [])]
-        self._from_left = True
+        self._halves = (_Half(0, nbytes // 2), _Half(nbytes // 2, nbytes))
+        self._turn = 0
 
     def take(self, nbytes: int) -> Slot | None:
-        """A slot of `nbytes` bytes, or None if no free run is long enough."""
+        """A slot of `nbytes` bytes, or None while there is no room."""
         need = align(nbytes)
-        fits = [run for run in self._free if run.end - run.start >= need]
-        if not fits:
-            return None
-        run = fits[0] if self._from_left else fits[-1]
-        start = run.start if self._from_left else run.end - need
-        if self._from_left:
-            run.start += need
-        else:
-            run.end = start
-        self._from_left = not self._from_left
-        if run.start == run.end:
-            self._free.remove(run)
+        half = self._halves[self._turn]
+        # A half that is empty gives the other a turn: what lay there last may still be computed with.
+        if not half.held or not half.fits(need):
+            other = self._halves[1 - self._turn]
+            if not other.held and other.fits(need):
+                half, self._turn = other, 1 - self._turn
+            elif not half.fits(need):
+                return None
+        start = half.used
+        half.used += need
+        half.held += 1
         self.taken += 1
-        return Slot(self, self.memory[start : start + nbytes], start, start + need, list(run.waits))
+        half.waits = pending(half.waits)
+        return Slot(self, self.memory[start : start + nbytes], start, start + need, list(half.waits))
 
     def give(self, slot: Slot, waits: list[Any]) -> None:
         """Takes a slot back; its bytes may be overwritten after `waits`."""
         self.taken -= 1
-        self._free.append(_Free(slot.start, slot.end, waits))
-        self._free.sort(key=lambda run: run.start)
-        joined: list[_Free] = []
-        for run in self._free:
-            if joined and joined[-1].end == run.start:
-                joined[-1].end = run.end
-                joined[-1].waits = pending(joined[-1].waits + run.waits)
-            else:
-                joined.append(run)
-        self._free = joined
+        half = self._halves[slot.start >= self._halves[1].start]
+        half.held -= 1
+        half.waits += waits
 
     def release(self) -> None:
         """Gives the memory back to the allocator; every slot has been given back."""
         super().release()
-        self._free = [_Free(0, self.nbytes, [])]
-        self._from_left = True
+        for half in self._halves:
+            half.waits = []
+        self._turn = 0
 
 
 def pending(events: list[Any]) -> list[Any]:

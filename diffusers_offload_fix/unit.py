@@ -179,10 +179,11 @@ class Unit:
             self._views[slot.key] = views, held, where
         return views, held
 
-    def unbind(self) -> None:
-        """Hands the host leaves back; what forward changed is copied to the host first, and nothing else."""
+    def unbind(self) -> bool:
+        """Hands the host leaves back; what forward changed is copied to the host first, and nothing else. True if anything was."""
         held = self._holding(self._device_leaves, self._device_inner)
-        if self.volatile or self._stamp != self._device_stamp() or held != self._bound_held:
+        changed = bool(self.volatile) or self._stamp != self._device_stamp() or held != self._bound_held
+        if changed:
             self._write_back()
         for binding in self._bindings:
             binding.unbind()
@@ -192,6 +193,7 @@ class Unit:
         self.bound = False
         if any(binding.host_leaves is not leaves for binding, leaves in zip(self._asked, self._leaf_lists)):
             self._look()
+        return changed
 
     def _device_stamp(self) -> list[int]:
         return versions([*self._outers, *self._device_inner, *self._device_leaves])

@@ -116,6 +116,9 @@ def test_registered_memory_costs_what_it_holds(name: str, npu: torch.device, mon
     assert weights <= sim.counters()["pinned_bytes"] <= 1.25 * weights + 4096
     del pair
     gc.collect()
+    # A copy ahead of a forward that never comes may still be on its way.
+    torch.get_device_module("npu").synchronize()
+    gc.collect()
     assert sim.counters()["pinned_bytes"] == 0
 
 
@@ -271,7 +274,8 @@ def test_one_copy_for_each_group_and_no_wait_of_the_host(name: str, npu: torch.d
         with torch.no_grad():
             pair.model(pair.example)
         counted = sim.counters()
-        assert counted["h2d"] == 1 + len(pair.model.blocks)
+        # The root's weights stay for the whole loop.
+        assert counted["h2d"] == len(pair.model.blocks)
         assert counted["d2h"] == 0
         # The end of a forward waits for the last copy, unless it is through already.
         assert counted["host_syncs"] <= 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import diffusers_offload_fix  # noqa: F401
-from diffusers_offload_fix import binding, lane, slots, staging
+from diffusers_offload_fix import binding, slots, staging, transfer
 from tests import cells, simulated
 from tests.kinds.catalogue import KINDS
 
@@ -59,8 +59,8 @@ def test_cell_without_swapping(name: str, mode: str, npu: torch.device, monkeypa
 @pytest.mark.parametrize("name", ["plain-bfloat16", "plain-tied-root", "plain-strided", "torchao-int8wo", "quanto-qint8"])
 def test_cell_through_small_staging_buffers(name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are smaller than a staging buffer: with buffers of 2 KiB their weights pass through in many pieces."""
-    monkeypatch.setattr(lane, "SMALL", 0)
-    monkeypatch.setattr(lane, "CHUNK", 2048)
+    monkeypatch.setattr(transfer, "SMALL", 0)
+    monkeypatch.setattr(transfer, "CHUNK", 2048)
     monkeypatch.setattr(staging, "CHUNK", 2048)
     assert cells.run(name, cells.MODES[mode], simulated.setting()) == []
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from diffusers_offload_fix import backend, lane
+from diffusers_offload_fix import backend, transfer
 
 from . import host
 
 
 def record(forward: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
     """Spans of one forward, in milliseconds from its start; empty if nothing traces (the plugin is off, no streams)."""
-    if not hasattr(lane, "trace") or not backend.has_streams(device):
+    if not hasattr(transfer, "trace") or not backend.has_streams(device):
         return []
     seen: list[tuple[str, str, Any, Any]] = []
     host.synchronize(device)
     origin = backend.module(device).Event(enable_timing=True)
     origin.record(backend.Streams(device).current())
-    holder: Any = lane
+    holder: Any = transfer
     before, holder.trace = holder.trace, lambda *span: seen.append(span)
     try:
         forward()
