@@ -39,6 +39,7 @@ class Worker:
         self.wanted = [case for case in options.cases(variant) if case[0] in quants]
         self.cases: dict[str, Any] = {}
         self.weights: dict[str, int] = {}
+        self.base = 0
 
     def run(self) -> dict[str, Any]:
         """Measures the bus, then every case."""
@@ -65,6 +66,8 @@ class Worker:
         model = build.model(self.options, quant, self.device)
         self.weights[quant] = build.weight_bytes(model)
         host.release(self.device)
+        # Inputs are in the device's figures; what earlier cases left behind is not.
+        self.base = host.allocated(self.device)
         figures = self._enable(model, quant, mode)
         _compile(model, self.options.compile)
         for batch in batches:
@@ -76,11 +79,7 @@ class Worker:
         """Enables offloading (or moves the model), and says what that took."""
         pinned, start = host.pinned_bytes(self.device), time.perf_counter()
         with host.HostMemory() as memory:
-            if mode == "resident":
-                model.to(self.device)
-            else:
-                hooks = importlib.import_module("diffusers.hooks")
-                hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode])
+            self._offload(model, mode)
             host.synchronize(self.device)
             seconds = time.perf_counter() - start
         weights = self.weights[quant]
@@ -93,11 +92,17 @@ class Worker:
             "pinned": host.pinned_bytes(self.device) - pinned,
         }
 
+    def _offload(self, model: Any, mode: str) -> None:
+        if mode == "resident":
+            model.to(self.device)
+        else:
+            hooks = importlib.import_module("diffusers.hooks")
+            hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode])
+
     def _forwards(self, model: Any, quant: str, mode: str, batch: int) -> dict[str, Any]:
         arguments = build.inputs(self.options, batch, self.device)
-        base = host.allocated(self.device) if mode != "resident" else 0
         with torch.no_grad():
-            found = self._timed(model, arguments, base)
+            found = self._timed(model, arguments)
             outputs = found.pop("outputs")
             if found["ms"] < 1000 * SLOW:
                 found |= counts.of_forward(lambda: model(**arguments), self.device)
@@ -105,12 +110,13 @@ class Worker:
                 found["timeline"] = record(lambda: model(**arguments), self.device)
         # Again after the forwards: staging buffers and copies that are made late are in it.
         found["pinned_after"] = host.pinned_bytes(self.device)
-        found["between"] = host.allocated(self.device) - base
+        given = sum(value.nbytes for value in arguments.values() if isinstance(value, torch.Tensor))
+        found["between"] = host.allocated(self.device) - self.base - given
         found["equal"] = self._same(outputs, quant, batch)
         return found
 
-    def _timed(self, model: Any, arguments: dict[str, Any], base: int) -> dict[str, Any]:
-        """Times of forwards in milliseconds, the device's peak over `base`, and the outputs."""
+    def _timed(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Times of forwards in milliseconds, the device's peak, and the outputs."""
         first = self._time(model, arguments)[0]
         slow = first > SLOW and self.options.compile == "none"
         warmups, forwards = self.options.warmups, self.options.forwards
@@ -122,7 +128,7 @@ class Worker:
         times, outputs = zip(*(self._time(model, arguments) for _ in range(forwards)))
         milliseconds = [1000 * seconds for seconds in times]
         figures = {"first_s": first, "ms": statistics.median(milliseconds), "times": milliseconds}
-        return {**figures, "device_peak": host.peak(self.device) - base, "outputs": outputs}
+        return {**figures, "device_peak": host.peak(self.device) - self.base, "outputs": outputs}
 
     def _time(self, model: Any, arguments: dict[str, Any]) -> tuple[float, torch.Tensor]:
         host.synchronize(self.device)
