@@ -32,7 +32,7 @@ HEAD = (
     "ms",
     "of the floor",
     "device peak MB",
-    "between forwards MB",
+    "between MB",
     "pinned MB",
     "host growth MB",
     "enable s",

@@ -81,6 +81,7 @@ def _bytes(module: torch.nn.Module) -> int:
     return weight_bytes(module)
 
 
+MODULES = {"ddo": ("diffusers_dynamic_offloader",), "mmgp": ("mmgp", "mmgp.offload")}
 CONTENDERS: dict[str, Callable[[Any, torch.device, float | None], float]] = {"ddo": ddo, "mmgp": mmgp}
 
 
@@ -89,6 +90,9 @@ class Contender(work.Worker):
 
     def __init__(self, options: Options, name: str, quant: str, folder: Path, deadline: float, resident: float | None) -> None:
         super().__init__(options, name, (quant,), folder, deadline)
+        for module in MODULES.get(options.modes[0].split("@")[0], ()):
+            # Now, so that neither its time nor its memory counts as enabling.
+            importlib.import_module(module)
         self.resident = resident
         self.kept = 0.0
 
