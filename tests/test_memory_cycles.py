@@ -16,6 +16,8 @@ from tests.gpu import cycles
 from tests.kinds import contract
 
 TIMES = 20
+#: A process that only moves such a model back and forth grows as well for some thirty rounds: libraries fill caches of their own.
+WARM_UP = 40
 MIB = 1 << 20
 WIDTH, DEPTH = 512, 4
 
@@ -67,7 +69,8 @@ def test_twenty_cycles_keep_nothing(quant: str, way: str, pinning: str, npu: tor
     example = torch.randn(2, 4, WIDTH, dtype=torch.bfloat16).to(npu)
     with sim.xpu_shim():
         wanted = round_trip(model, npu, way, example)
-        round_trip(model, npu, way, example)
+        for _ in range(WARM_UP):
+            round_trip(model, npu, way, example)
         before, resident = figures(npu), resident_set()
         for _ in range(TIMES):
             got = round_trip(model, npu, way, example)
@@ -87,8 +90,7 @@ def test_enabling_anew_costs_no_second_copy(way: str, pinning: str, npu: torch.d
     seen = []
     with sim.xpu_shim():
         for _ in range(5):
-            # Upstream refuses a second group offloading on top of the first: a user removes the hooks, or puts new ones over them.
-            cycles.remove(model)
+            # Without a removal: upstream puts the new hooks in the place of the old ones.
             cycles.enable(model, npu, way)
             with torch.no_grad():
                 model(example)
