@@ -90,8 +90,7 @@ def test_enabling_anew_costs_no_second_copy(way: str, pinning: str, npu: torch.d
     seen = []
     with sim.xpu_shim():
         for _ in range(5):
-            # Without a removal: upstream puts the new hooks in the place of the old ones.
-            cycles.enable(model, npu, way)
+            cycles.enable_anew(model, npu, way)
             with torch.no_grad():
                 model(example)
             seen.append(figures(npu))

@@ -83,6 +83,13 @@ def remove(model: nn.Module) -> None:
                 registry.remove_hook(name, recurse=False)
 
 
+def enable_anew(model: nn.Module, device: torch.device, way: str) -> None:
+    """Enables a second time. Upstream puts the hooks of block level in the place of the old ones; those of leaf level it refuses."""
+    if way.startswith("leaf"):
+        remove(model)
+    enable(model, device, way)
+
+
 def settle(device: torch.device) -> None:
     """Waits until what a loop keeps for a moment is given back."""
     try:
@@ -110,7 +117,7 @@ def cycles(quant: str, way: str, device: torch.device, times: int, width: int, d
     _same(model, example, wanted)
     settle(device)
     seen.append(("enabled", memory(device)))
-    enable(model, device, way)
+    enable_anew(model, device, way)
     _same(model, example, wanted)
     settle(device)
     seen.append(("enabled anew", memory(device)))
