@@ -70,10 +70,11 @@ class Watch:
     def install(self) -> None:
         """Changes the sanitizer's classes, in this process."""
         self.sanitizer.ArgumentHandler._handle_argument = self._argument_method()
-        self._wrap("_handle_kernel_launch", self._launched)
-        self._wrap("_handle_memory_allocation", self._allocated)
-        self._wrap("_handle_memory_deallocation", self._freed)
+        self._watch_launches()
         self._watch_places()
+        # Its own callbacks are bound already, and run before these.
+        self.sanitizer.gpu_trace.register_callback_for_memory_allocation(self._allocated)
+        self.sanitizer.gpu_trace.register_callback_for_memory_deallocation(self._freed)
         mode_class = type(self.mode)
         mode_class.__torch_dispatch__ = _passing_wrappers(mode_class.__torch_dispatch__, self)
         self._watch_queries()
@@ -97,34 +98,34 @@ class Watch:
 
         return handle
 
-    def _wrap(self, name: str, after: Any) -> None:
-        original = getattr(type(self.handler), name)
+    def _watch_launches(self) -> None:
+        original = type(self.handler)._handle_kernel_launch
 
         @functools.wraps(original)
-        def call(handler: Any, *arguments: Any) -> Any:
+        def launched(handler: Any, *arguments: Any) -> list[Any]:
             with self._lock:
-                return after(original(handler, *arguments), *arguments)
+                self.reports += [str(error) for error in original(handler, *arguments)[:1]]
+            # Told of, not raised: the cell goes on, and nobody can swallow it.
+            return []
 
-        setattr(type(self.handler), name, call)
+        type(self.handler)._handle_kernel_launch = launched
 
-    def _launched(self, errors: list[Any], *_: Any) -> list[Any]:
-        self.reports += [str(error) for error in errors[:1]]
-        # Told of, not raised: the cell goes on, and nobody can swallow it.
-        return []
+    def _allocated(self, base: int) -> None:
+        with self._lock:
+            where = bisect.bisect_left(self._bases, base)
+            if self._bases[where : where + 1] != [base]:
+                self._bases.insert(where, base)
+            if where and base in self._owned.get(self._bases[where - 1], ()):
+                self._owned[self._bases[where - 1]].discard(base)
+            self._owned.setdefault(base, set()).add(base)
 
-    def _allocated(self, result: Any, base: int) -> Any:
-        where = bisect.bisect_left(self._bases, base)
-        if self._bases[where : where + 1] != [base]:
-            self._bases.insert(where, base)
-        return result
-
-    def _freed(self, result: Any, base: int) -> Any:
-        where = bisect.bisect_left(self._bases, base)
-        if self._bases[where : where + 1] == [base]:
-            del self._bases[where]
-        for place in self._owned.pop(base, ()):
-            self.handler.tensors_accessed.accesses.pop(place, None)
-        return result
+    def _freed(self, base: int) -> None:
+        with self._lock:
+            where = bisect.bisect_left(self._bases, base)
+            if self._bases[where : where + 1] == [base]:
+                del self._bases[where]
+            for place in self._owned.pop(base, ()):
+                self.handler.tensors_accessed.accesses.pop(place, None)
 
     def _watch_places(self) -> None:
         """Notes to which allocation each address belongs that is met for the first time."""
