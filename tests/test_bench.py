@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diffusers_offload_fix.bench import counts, parent, results, targets, timeline
 from diffusers_offload_fix.bench import options as settings
-from diffusers_offload_fix.bench import parent, results, timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 BUS = {"pinned_gbs": 50.0, "memcpy_gbs": 25.0}
@@ -27,8 +29,8 @@ def case(ms: float, **more: Any) -> dict[str, Any]:
 
 
 def merged(**patched: Any) -> dict[str, Any]:
-    options = settings.Options(modes=("block+stream", "block+stream+low"), device="cuda").as_dict()
-    head = {"about": {"device": "a GPU"}, "bus": BUS, "weights": WEIGHTS}
+    options = settings.Options(modes=("block+stream", "block+stream+low"), device="cuda")
+    head = {"about": {"device": "a GPU"}, "bus": BUS, "weights": {"none": WEIGHTS}}
     spans = [
         {"kind": "copy", "name": "a", "start": 0.0, "end": 4.0},
         {"kind": "compute", "name": "a", "start": 4.0, "end": 7.0},
@@ -36,18 +38,14 @@ def merged(**patched: Any) -> dict[str, Any]:
         {"kind": "compute", "name": "b", "start": 8.0, "end": 9.0},
     ]
     failing = {"error": "RuntimeError: cannot pin"}
-    children = {
-        "resident": {**head, "cases": {"resident/b1": case(60.0)}},
-        "unpatched": {**head, "cases": {"block+stream/b1": case(250.0), "block+stream+low/b1": failing}},
-        "patched": {
-            **head,
-            "bus": {"pinned_gbs": 40.0, "memcpy_gbs": 20.0},
-            "cases": {
-                "block+stream/b1": case(105.0, timeline=spans, **patched),
-                "block+stream+low/b1": case(210.0),
-            },
-        },
-    }
+    counts = {"groups": 19, "copies": 22, "waits": 1, "allocations": 40}
+    unpatched = {"none/block+stream/b1": case(250.0), "none/block+stream+low/b1": failing}
+    ours = {"none/block+stream/b1": case(105.0, timeline=spans, **counts, **patched), "none/block+stream+low/b1": case(210.0)}
+    children = [
+        ("resident", {**head, "cases": {"none/resident/b1": case(60.0, copies=3, waits=1, allocations=40)}}),
+        ("unpatched", {**head, "cases": unpatched}),
+        ("patched", {**head, "bus": {"pinned_gbs": 40.0, "memcpy_gbs": 20.0}, "cases": ours}),
+    ]
     return results.merge(options, children)
 
 
@@ -68,7 +66,8 @@ def test_the_report_shows_figures_failures_and_the_bus() -> None:
     text = results.report(merged())
     assert "| 250.0 (2.50x) | 105.0 (1.05x) |" in " ".join(text.split())
     assert "bus: pinned 50.0 GB/s, memcpy into pinned 25.0 GB/s" in text
-    assert "unpatched block+stream+low/b1: RuntimeError: cannot pin" in text
+    assert "unpatched none/block+stream+low/b1: RuntimeError: cannot pin" in text
+    assert "| - / 19 | - / 19 | - / 0      | - / 0" in text
     assert "yes / yes" in text
 
 
@@ -81,17 +80,17 @@ def test_a_different_output_is_not_good() -> None:
 
 def test_a_child_that_died_leaves_what_it_had() -> None:
     out = io.StringIO()
-    child = parent.Child(settings.Options(), "patched", Path(), 0.0, parent.Progress(out, 2))
+    child = parent.Child(settings.Options(), "patched", ("none",), Path(), 0.0, parent.Progress(out, 2))
     child.hear("@ block: builds the model\n")
-    child.hear("= " + json.dumps({"block/b1": case(5.0)}) + "\n")
+    child.hear("= " + json.dumps({"none/block/b1": case(5.0)}) + "\n")
     child.hear("noise of a library\n")
-    assert child.cases["block/b1"]["ms"] == 5.0
+    assert child.cases["none/block/b1"]["ms"] == 5.0
     assert "5.0 ms, equal" in out.getvalue()
     assert "not run" in child.run()["error"]
 
 
 def test_results_without_any_case_still_make_a_table() -> None:
-    nothing = results.merge(settings.Options().as_dict(), {"resident": {"cases": {}, "error": "died"}})
+    nothing = results.merge(settings.Options(), [("resident", {"cases": {}, "error": "died"})])
     assert "resident: died" in results.report(nothing)
     assert not results.is_good(nothing)
 
@@ -109,6 +108,7 @@ def test_overlap_counts_copies_under_compute() -> None:
         (["--batch", "one"], "--batch"),
         (["--blocks", "3"], "--blocks for flux takes 2 numbers"),
         (["--variants", ""], "resident"),
+        (["--quant", "none,int9"], "quanto-int8"),
     ],
 )
 def test_a_wrong_option_names_the_valid_ones(arguments: list[str], words: str) -> None:
@@ -117,9 +117,65 @@ def test_a_wrong_option_names_the_valid_ones(arguments: list[str], words: str) -
 
 
 def test_options_survive_the_way_to_the_child() -> None:
-    options = settings.from_arguments(settings.parser().parse_args(["--batch", "1,4", "--blocks", "2,3"]))
+    options = settings.from_arguments(settings.parser().parse_args(["--batch", "1,4", "--blocks", "2,3", "--quant", "none,int8"]))
     assert settings.Options.loads(options.dumps()) == options
-    assert options.steps() == 2 * (1 + 2 * len(settings.MODES))
+    assert options.steps() == 2 * 2 * (1 + 2 * len(settings.MODES))
+    assert settings.processes(options)[:3] == [("resident", ("none", "int8")), ("patched", ("none",)), ("unpatched", ("none",))]
+
+
+def targeted(**more: Any) -> settings.Options:
+    options = settings.from_arguments(settings.parser().parse_args(["--targets"]))
+    return dataclasses.replace(options, **more)
+
+
+def test_targets_choose_their_cases_the_most_telling_first() -> None:
+    options = targeted()
+    ours, theirs = options.cases("patched"), options.cases("unpatched")
+    assert ours[:3] == [("none", "block+stream", 1), ("none", "block+stream", 4), ("none", "leaf+stream", 1)]
+    assert set(ours) == {*targets.RATIOS, *targets.SPEEDUPS}
+    assert set(theirs) - set(ours) == set(targets.RECORD)
+    assert ("int8", "resident", 4) in options.cases("resident")
+    assert {case[1] for case in targeted(compile="blocks").cases("unpatched")} == {"block+stream", "leaf+stream"}
+
+
+def test_each_target_is_judged_by_its_worst_case() -> None:
+    options = targeted()
+    good = {"groups": 19, "largest_group": 3e8, "pinned_after": WEIGHTS, "copies": 19, "waits": 0, "allocations": 0}
+    bad = {**good, "waits": 2, "copies": 38, "pinned_after": 1.5 * WEIGHTS, "enable_s": 0.7, "device_peak": 2.3e9, "host_peak": 1.2}
+    cases = {results.name(*each): case(104.0, **good) for each in options.cases("patched")}
+    cases["none/block+stream/b1"] = case(106.0, **bad)
+    resident = {results.name(*each): case(60.0, copies=0, waits=0, allocations=0) for each in options.cases("resident")}
+    theirs = {results.name(*each): case(250.0) for each in options.cases("unpatched")}
+    head = {"bus": BUS, "weights": dict.fromkeys(options.quants, WEIGHTS)}
+    children = [
+        (variant, {**head, "cases": found}) for variant, found in (("resident", resident), ("patched", cases), ("unpatched", theirs))
+    ]
+    merged = results.merge(options, children)
+    missed = {(row["name"], row["quant"], row["mode"], row["batch"]) for row in merged["targets"] if row["met"] is False}
+    case_ = ("none", "block+stream", 1)
+    names = ["forward, of the floor", "time to enable, of unpatched", "device peak, of unpatched", "host waits a forward"]
+    names += ["copies a group", "pinned, of the weights", "host peak of enabling, of the weights"]
+    streamed = {(name, *case_) for name in names}
+    slow = {row for row in missed - streamed if row[0] in ("forward, of the floor", "unpatched over patched")}
+    low = {("pinned with low_cpu_mem_usage, of the largest group", "none", "block+stream+low", 1)}
+    batch4 = {("forward, of the floor", quant, "block+stream", 4) for quant in ("none", "int8")}
+    assert streamed <= missed
+    assert missed - streamed - slow == low
+    assert slow == batch4 | {("unpatched over patched", *case) for case in targets.SPEEDUPS}
+    assert not any(row["met"] is None for row in merged["targets"])
+    assert "MISSED" in results.report(merged) and "at most 1.05" in results.report(merged)
+
+
+def test_a_trace_is_counted_within_the_forward() -> None:
+    def event(name: str, start: int, end: int, device: str = "CPU") -> Any:
+        where, when = types.SimpleNamespace(name=device), types.SimpleNamespace(start=start, end=end)
+        return types.SimpleNamespace(name=name, device_type=where, time_range=when)
+
+    span = event(counts.FORWARD, 10, 20)
+    seen = [event("cudaStreamSynchronize", 15, 16), event("cudaDeviceSynchronize", 21, 30), event("cudaStreamWaitEvent", 15, 15)]
+    copies = [event("Memcpy HtoD (Pinned -> Device)", 25, 29, "CUDA"), event("Memcpy DtoH (Device -> Pageable)", 25, 29, "CUDA")]
+    assert counts.tally([span, event(counts.FORWARD, 12, 28, "CUDA"), *seen, *copies]) == {"waits": 1, "copies": 1}
+    assert counts.tally([span, *seen]) == {}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
@@ -153,7 +209,8 @@ def test_a_tiny_run_on_the_simulated_accelerator() -> None:
     done = bench("--plugin", "tests.sim.loaded", "--device", "npu", "--quant", "int8", *sizes, *modes, "--json", "--time-limit", "200")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found["errors"] == {} and found["weights"] > 0
+    assert found["errors"] == {} and found["weights"]["int8"] > 0
     for row in found["rows"]:
         assert row["patched"]["equal"] is True
         assert row["patched_ratio"] > 0 and row["patched"]["first_s"] > 0
+        assert row["patched"]["groups"] > 3 and row["patched"]["allocations"] < 5

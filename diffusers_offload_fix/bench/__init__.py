@@ -41,16 +41,19 @@ def main(argv: list[str]) -> int:
 
 
 def measure(options: settings.Options) -> dict[str, Any]:
-    """Runs each variant in a process of its own, one after another, and merges what they say."""
+    """Runs each variant in processes of its own, one after another, and merges what they say.
+
+    Resident models cannot break each other, so they share a process; offloaded ones have one for each kind of weights.
+    """
     deadline = time.time() + options.time_limit
     progress = Progress(sys.stderr, total=options.steps())
-    children: dict[str, Any] = {}
+    children: list[tuple[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as folder:
-        for variant in options.variants:
-            child = Child(options, variant, Path(folder), deadline, progress)
-            children[variant] = child.run()
+        for variant, quants in settings.processes(options):
+            child = Child(options, variant, quants, Path(folder), deadline, progress)
+            children.append((variant, child.run()))
     progress.close()
-    return results.merge(options.as_dict(), children)
+    return results.merge(options, children)
 
 
 def _no_plot() -> str | None:

@@ -16,13 +16,13 @@ from .options import Options
 SEED = 20
 
 
-def model(options: Options, device: torch.device) -> Any:
+def model(options: Options, quant: str, device: torch.device) -> Any:
     """The model on the CPU, in bfloat16 or quantised. It is filled on the device, which is much faster."""
     torch.manual_seed(SEED)
     with torch.device(device), _default_dtype(torch.bfloat16):
         made = {"flux": _flux, "wan": _wan}[options.model](options)
     made = made.to(torch.bfloat16).eval().requires_grad_(False)
-    _quantise(made, options.quant)
+    _quantise(made, quant)
     return made.to("cpu")
 
 

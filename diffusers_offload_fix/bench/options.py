@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import targets
+from .targets import Case
+
 #: Arguments of `apply_group_offloading` by the name of a mode.
 MODES: dict[str, dict[str, Any]] = {
     "block+stream": {"offload_type": "block_level", "num_blocks_per_group": 1, "use_stream": True},
@@ -49,7 +52,7 @@ class Options:
     """Everything that a child process needs to know, apart from its variant."""
 
     model: str = "flux"
-    quant: str = "none"
+    quants: tuple[str, ...] = ("none",)
     blocks: tuple[int, ...] = (6, 12)
     heads: int = 24
     tokens: int = 4096
@@ -65,6 +68,7 @@ class Options:
     plugin: str | None = None
     device: str = "auto"
     timeline: bool = False
+    targets: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,10 +83,29 @@ class Options:
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()}
         return cls(**fields)
 
+    def cases(self, variant: str) -> list[Case]:
+        """What a variant runs, the most telling first: with `--targets` only what the targets need."""
+        if self.targets:
+            return targets.cases(self.quants, variant, self.compile)
+        modes = ("resident",) if variant == "resident" else self.modes
+        return [(quant, mode, batch) for quant in self.quants for mode in modes for batch in self.batches]
+
+    def pairs(self) -> list[Case]:
+        """The cases of both offloading variants, each once, in order."""
+        both = [case for variant in ("patched", "unpatched") for case in self.cases(variant)]
+        return sorted(dict.fromkeys(both), key=lambda case: self.quants.index(case[0]))
+
     def steps(self) -> int:
         """How many cases the progress bar counts."""
-        offloaded = sum(variant != "resident" for variant in self.variants) * len(self.modes)
-        return len(self.batches) * (offloaded + ("resident" in self.variants))
+        return sum(len(self.cases(variant)) for variant in self.variants)
+
+
+def processes(options: Options) -> list[tuple[str, tuple[str, ...]]]:
+    """The variant and the kinds of weights of each process, in the order in which they run."""
+    found = [("resident", options.quants)] if "resident" in options.variants else []
+    # The patched variant first: where the time is over too early, it is the one that is asked for.
+    offloading = [variant for variant in ("patched", "unpatched") if variant in options.variants]
+    return found + [(variant, (quant,)) for quant in options.quants for variant in offloading]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         description="Times group offloading, unpatched and patched, against the floor that bus and compute set.",
     )
     made.add_argument("--model", choices=sorted(BLOCKS), default="flux", help="random weights of real widths")
-    made.add_argument("--quant", choices=QUANTS, default="none")
+    made.add_argument("--quant", help=f"weights, from {', '.join(QUANTS)}; one kind, or several with commas between them")
     made.add_argument("--batch", default="1", help="batch size, or several with commas between them")
     made.add_argument("--modes", default=",".join(MODES), help=f"from {', '.join(MODES)}")
     made.add_argument("--variants", default=",".join(VARIANTS), help=f"from {', '.join(VARIANTS)}")
@@ -100,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--heads", type=int, help="attention heads of 128, which set the width")
     made.add_argument("--tokens", type=int, default=4096, help="image or video tokens")
     made.add_argument("--compile", choices=COMPILES, default="none", help="torch.compile, in every variant")
+    made.add_argument("--targets", action="store_true", help="run what the project's targets are about, and say which are met")
     made.add_argument("--warmups", type=int, default=3)
     made.add_argument("--forwards", type=int, default=7, help="timed forwards; their median counts")
     made.add_argument("--bus-mib", type=int, default=1024, help="size of the copies that measure the bus")
@@ -122,7 +146,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         raise Unusable(f"--blocks for {arguments.model} takes {len(BLOCKS[arguments.model])} numbers")
     return Options(
         model=arguments.model,
-        quant=arguments.quant,
+        quants=_names("--quant", arguments.quant or (",".join(QUANTS) if arguments.targets else "none"), QUANTS),
         blocks=blocks,
         heads=arguments.heads or HEADS[arguments.model],
         tokens=arguments.tokens,
@@ -136,6 +160,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         time_limit=arguments.time_limit,
         plugin=arguments.plugin,
         device=arguments.device,
+        targets=arguments.targets,
     )
 
 

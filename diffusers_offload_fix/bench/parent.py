@@ -48,10 +48,12 @@ class Progress:
 
 
 class Child:
-    """One variant in a process of its own."""
+    """One variant, with some kinds of weights, in a process of its own."""
 
-    def __init__(self, options: Options, variant: str, folder: Path, deadline: float, progress: Progress) -> None:
-        self.options, self.variant, self.folder = options, variant, folder
+    def __init__(
+        self, options: Options, variant: str, quants: tuple[str, ...], folder: Path, deadline: float, progress: Progress
+    ) -> None:
+        self.options, self.variant, self.quants, self.folder = options, variant, quants, folder
         self.deadline, self.progress = deadline, progress
         self.cases: dict[str, Any] = {}
         self.result: dict[str, Any] | None = None
@@ -61,7 +63,7 @@ class Child:
         left = self.deadline - time.time()
         if left < 1:
             return {"cases": {}, "error": "not run: the time limit was reached"}
-        log = self.folder / f"{self.variant}.log"
+        log = self.folder / f"{self.variant}-{'-'.join(self.quants)}.log"
         with log.open("w") as errors:
             process = subprocess.Popen(self._command(), env=self._environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
             killer = threading.Timer(left + 20, process.kill)
@@ -90,13 +92,13 @@ class Child:
             found = json.loads(line[len(CASE) :])
             self.cases.update(found)
             for key, case in found.items():
-                self.progress.case(f"{self.variant:10s} {key:26s} {brief(case)}")
+                self.progress.case(f"{self.variant:10s} {key:34s} {brief(case)}")
         elif line.startswith("{"):
             self.result = json.loads(line)
 
     def _command(self) -> list[str]:
         module = f"{__package__}.work"
-        arguments = [self.options.dumps(), self.variant, str(self.folder), str(self.deadline)]
+        arguments = [self.options.dumps(), self.variant, ",".join(self.quants), str(self.folder), str(self.deadline)]
         return [sys.executable, "-m", module, *arguments]
 
     def _environment(self) -> dict[str, str]:

@@ -36,10 +36,10 @@ def _bars(axis: Any, rows: list[dict[str, Any]], merged: dict[str, Any]) -> None
         for offset, variant in ((-0.2, "unpatched"), (0.2, "patched")):
             _bar(axis, index + offset, row, variant)
         axis.plot([row["floor_ms"]] * 2, [index - 0.42, index + 0.42], color=COLOURS["floor"], lw=2)
-    axis.set_yticks(range(len(rows)), [f"{row['mode']}, batch {row['batch']}" for row in rows])
+    axis.set_yticks(range(len(rows)), [f"{row['quant']}, {row['mode']}, batch {row['batch']}" for row in rows])
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds a forward (median)")
-    axis.set_title(f"{options['model']}, weights {options['quant']}, {merged['about'].get('device', '')}")
+    axis.set_title(f"{options['model']}, weights {', '.join(options['quants'])}, {merged['about'].get('device', '')}")
     for name in ("unpatched", "patched"):
         axis.barh([0], [0], color=COLOURS[name], label=name)
     axis.plot([], [], color=COLOURS["floor"], lw=2, label="floor")
@@ -68,5 +68,5 @@ def _timeline(axis: Any, row: dict[str, Any]) -> None:
     axis.set_ylim(-0.6, 1.6)
     axis.set_xlim(left=0)
     share = f"{100 * overlap(spans):.0f} % of the copying is under compute"
-    axis.set_title(f"one forward, patched, {row['mode']}, batch {row['batch']}: {share}", fontsize=9)
+    axis.set_title(f"one forward, patched, {row['quant']}, {row['mode']}, batch {row['batch']}: {share}", fontsize=9)
     axis.set_xlabel("milliseconds")

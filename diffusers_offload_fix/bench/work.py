@@ -1,6 +1,6 @@
 """The child's half: builds the model, enables a mode, times forwards, compares with the resident output.
 
-Started as `python -m diffusers_offload_fix.bench.work OPTIONS VARIANT FOLDER DEADLINE`; prints progress, and the result as JSON
+Started as `python -m diffusers_offload_fix.bench.work OPTIONS VARIANT QUANTS FOLDER DEADLINE`; prints progress, and the result as JSON
 on its last line.
 """
 
@@ -20,117 +20,142 @@ import torch
 
 from diffusers_offload_fix import backend, versions
 
-from . import build, host
+from . import build, counts, host
 from .options import MODES, Options
 from .parent import CASE, STEP
+from .results import name
 from .timeline import record
+
+#: Forwards of longer than this many seconds are not repeated more often than SLOW_FORWARDS times.
+SLOW, SLOW_WARMUPS, SLOW_FORWARDS = 1.0, 1, 5
 
 
 class Worker:
-    """All cases of one variant."""
+    """All cases of one variant with some kinds of weights."""
 
-    def __init__(self, options: Options, variant: str, folder: Path, deadline: float) -> None:
+    def __init__(self, options: Options, variant: str, quants: tuple[str, ...], folder: Path, deadline: float) -> None:
         self.options, self.variant, self.folder, self.deadline = options, variant, folder, deadline
         self.device = backend.resolve(options.device)
+        self.wanted = [case for case in options.cases(variant) if case[0] in quants]
         self.cases: dict[str, Any] = {}
-        self.weights = 0
+        self.weights: dict[str, int] = {}
+        self.base = 0
 
     def run(self) -> dict[str, Any]:
         """Measures the bus, then every case."""
         say(STEP, "measures the bus")
         bus = host.bus(self.device, self.options.bus_mib)
         host.release(self.device)
-        for mode in ("resident",) if self.variant == "resident" else self.options.modes:
+        for quant, mode in dict.fromkeys(case[:2] for case in self.wanted):
+            batches = [batch for *what, batch in self.wanted if what == [quant, mode]]
             if time.time() > self.deadline:
-                self._keep_all(mode, {"error": "not run: the time limit was reached"})
+                self._keep_all(quant, mode, batches, {"error": "not run: the time limit was reached"})
                 continue
             try:
-                self._mode(mode)
+                self._mode(quant, mode, batches)
             except Exception as error:
                 traceback.print_exc()
-                self._keep_all(mode, {"error": _brief(error)})
+                self._keep_all(quant, mode, batches, {"error": _brief(error)})
             host.release(self.device)
         head = {"variant": self.variant, "about": about(self.device), "bus": bus, "weights": self.weights}
         return {**head, "cases": self.cases}
 
-    def _mode(self, mode: str) -> None:
+    def _mode(self, quant: str, mode: str, batches: list[int]) -> None:
         """One way of offloading, for every batch size."""
-        say(STEP, f"{mode}: builds the model")
-        model = build.model(self.options, self.device)
-        self.weights = build.weight_bytes(model)
+        say(STEP, f"{quant} {mode}: builds the model")
+        model = build.model(self.options, quant, self.device)
+        self.weights[quant] = build.weight_bytes(model)
         host.release(self.device)
-        figures = self._enable(model, mode)
+        # Inputs are in the device's figures; what earlier cases left behind is not.
+        self.base = host.allocated(self.device)
+        figures = self._enable(model, quant, mode)
         _compile(model, self.options.compile)
-        for batch in self.options.batches:
-            say(STEP, f"{mode}, batch {batch}")
-            case = {**figures, **self._forwards(model, mode, batch)}
-            self._keep(f"{mode}/b{batch}", case)
+        for batch in batches:
+            say(STEP, f"{quant} {mode}, batch {batch}")
+            case = {**figures, **self._forwards(model, quant, mode, batch)}
+            self._keep(name(quant, mode, batch), case)
 
-    def _enable(self, model: Any, mode: str) -> dict[str, Any]:
+    def _enable(self, model: Any, quant: str, mode: str) -> dict[str, Any]:
         """Enables offloading (or moves the model), and says what that took."""
         pinned, start = host.pinned_bytes(self.device), time.perf_counter()
         with host.HostMemory() as memory:
-            if mode == "resident":
-                model.to(self.device)
-            else:
-                hooks = importlib.import_module("diffusers.hooks")
-                hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode])
+            self._offload(model, mode)
             host.synchronize(self.device)
             seconds = time.perf_counter() - start
+        weights = self.weights[quant]
         return {
+            **counts.groups(model),
             "enable_s": seconds,
             "rss_growth": host.resident_set() - memory.before,
             # The weights are there before: a peak of 1.0 is nothing but them.
-            "host_peak": (self.weights + memory.peak - memory.before) / max(self.weights, 1),
+            "host_peak": (weights + memory.peak - memory.before) / max(weights, 1),
             "pinned": host.pinned_bytes(self.device) - pinned,
         }
 
-    def _forwards(self, model: Any, mode: str, batch: int) -> dict[str, Any]:
+    def _offload(self, model: Any, mode: str) -> None:
+        if mode == "resident":
+            model.to(self.device)
+        else:
+            hooks = importlib.import_module("diffusers.hooks")
+            hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode])
+
+    def _forwards(self, model: Any, quant: str, mode: str, batch: int) -> dict[str, Any]:
         arguments = build.inputs(self.options, batch, self.device)
-        base = host.allocated(self.device) if mode != "resident" else 0
-        outputs = []
-        found: dict[str, Any] = {}
         with torch.no_grad():
-            first = time.perf_counter()
-            for index in range(self.options.warmups):
-                model(**arguments)
-                if index == 0:
-                    host.synchronize(self.device)
-                    found["first_s"] = time.perf_counter() - first
-            host.synchronize(self.device)
-            host.reset_peak(self.device)
-            times = []
-            for _ in range(self.options.forwards):
-                start = time.perf_counter()
-                outputs.append(model(**arguments)[0])
-                host.synchronize(self.device)
-                times.append(1000 * (time.perf_counter() - start))
-            found |= {"ms": statistics.median(times), "times": times, "device_peak": host.peak(self.device) - base}
+            found = self._timed(model, arguments)
+            outputs = found.pop("outputs")
+            if found["ms"] < 1000 * SLOW:
+                found |= counts.of_forward(lambda: model(**arguments), self.device)
             if self.options.timeline and mode != "resident":
                 found["timeline"] = record(lambda: model(**arguments), self.device)
         # Again after the forwards: staging buffers and copies that are made late are in it.
         found["pinned_after"] = host.pinned_bytes(self.device)
-        found["equal"] = self._same(outputs, batch)
+        given = sum(value.nbytes for value in arguments.values() if isinstance(value, torch.Tensor))
+        found["between"] = host.allocated(self.device) - self.base - given
+        found["equal"] = self._same(outputs, quant, batch)
         return found
 
-    def _same(self, outputs: list[torch.Tensor], batch: int) -> bool | None:
+    def _timed(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Times of forwards in milliseconds, the device's peak, and the outputs."""
+        first = self._time(model, arguments)[0]
+        slow = first > SLOW and self.options.compile == "none"
+        warmups, forwards = self.options.warmups, self.options.forwards
+        if slow:
+            warmups, forwards = min(warmups, SLOW_WARMUPS), min(forwards, SLOW_FORWARDS)
+        for _ in range(warmups - 1):
+            self._time(model, arguments)
+        host.reset_peak(self.device)
+        times, outputs = zip(*(self._time(model, arguments) for _ in range(forwards)))
+        milliseconds = [1000 * seconds for seconds in times]
+        figures = {"first_s": first, "ms": statistics.median(milliseconds), "times": milliseconds}
+        return {**figures, "device_peak": host.peak(self.device) - self.base, "outputs": outputs}
+
+    def _time(self, model: Any, arguments: dict[str, Any]) -> tuple[float, torch.Tensor]:
+        host.synchronize(self.device)
+        start = time.perf_counter()
+        output = model(**arguments)[0]
+        host.synchronize(self.device)
+        # On the host, or the outputs would be in the peak.
+        return time.perf_counter() - start, output.cpu()
+
+    def _same(self, outputs: tuple[torch.Tensor, ...], quant: str, batch: int) -> bool | None:
         """Whether every output is the resident model's, bit for bit; the resident variant writes it down."""
-        file = self.folder / f"output-{batch}.pt"
+        file = self.folder / f"output-{quant}-{batch}.pt"
         if self.variant == "resident":
-            torch.save(outputs[0].cpu(), file)
+            torch.save(outputs[0], file)
         if not file.exists():
             return None
         wanted = torch.load(file, weights_only=True)
-        return all(torch.equal(output.cpu(), wanted) for output in outputs)
+        return all(torch.equal(output, wanted) for output in outputs)
 
     def _keep(self, key: str, case: dict[str, Any]) -> None:
         self.cases[key] = case
         say(CASE, json.dumps({key: case}))
 
-    def _keep_all(self, mode: str, case: dict[str, Any]) -> None:
-        for batch in self.options.batches:
-            if f"{mode}/b{batch}" not in self.cases:
-                self._keep(f"{mode}/b{batch}", case)
+    def _keep_all(self, quant: str, mode: str, batches: list[int], case: dict[str, Any]) -> None:
+        for batch in batches:
+            if name(quant, mode, batch) not in self.cases:
+                self._keep(name(quant, mode, batch), case)
 
 
 def _compile(model: Any, how: str) -> None:
@@ -147,12 +172,12 @@ def _brief(error: BaseException) -> str:
 def about(device: torch.device) -> dict[str, str]:
     """The hardware and the releases that the figures belong to."""
     names = ("diffusers", "torchao", "optimum-quanto")
-    found = {name: versions.installed(name) for name in names}
+    found = {library: versions.installed(library) for library in names}
     return {
         "device": str(backend.module(device).get_device_name(device)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: version for name, version in found.items() if version is not None},
+        **{library: version for library, version in found.items() if version is not None},
     }
 
 
@@ -166,7 +191,7 @@ def main(argv: list[str]) -> int:
     options = Options.loads(argv[0])
     if options.plugin:
         importlib.import_module(options.plugin)
-    worker = Worker(options, argv[1], Path(argv[2]), float(argv[3]))
+    worker = Worker(options, argv[1], tuple(argv[2].split(",")), Path(argv[3]), float(argv[4]))
     say("", json.dumps(worker.run()))
     return 0
 
