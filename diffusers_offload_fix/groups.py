@@ -99,11 +99,14 @@ class Structure:
 
     def intact(self) -> bool:
         """True while no parameter, buffer or submodule was added, removed or replaced."""
-        if any(self._empty):
-            return False
-        if any(ids_of(table) != ids for table, ids in self._full):
-            return False
-        return all(id(table.get(name)) == key for key, (table, name) in self._places.items())
+        # Asked before every forward of every group: plain loops, which cost half of what generators do.
+        for table in self._empty:
+            if table:
+                return False
+        for table, ids in self._full:
+            if ids_of(table) != ids:
+                return False
+        return not self._places or all(id(table.get(name)) == key for key, (table, name) in self._places.items())
 
     def replaced_buffers(self) -> list[Tensor]:
         """Buffers that were put in the place of others since the structure was read."""
@@ -329,7 +332,7 @@ def lane_of(device: torch.device, stream: Any) -> Lane:
         return lane
 
 
-class quiet:  # noqa: N801
+class quiet:
     """Moving weights is no part of the user's computation: no graph, no inference tensors, no torch function (Q14)."""
 
     # Entered twice a group and forward, so it does without the generators behind torch's own contexts.

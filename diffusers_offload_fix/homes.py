@@ -53,7 +53,8 @@ class Home:
     def copy_to(self, memory: Tensor, non_blocking: bool) -> None:
         """Copies everything to `memory` (a 1-d uint8 tensor on the device) on the current stream: a slab in one copy."""
         if self.slab is not None:
-            memory[: self.layout.nbytes].copy_(self.slab, non_blocking=non_blocking)
+            target = memory if len(memory) == len(self.slab) else memory[: self.layout.nbytes]
+            target.copy_(self.slab, non_blocking=non_blocking)
         else:
             for target, region in zip(self.layout.slices(memory), self.regions):
                 target.copy_(region, non_blocking=non_blocking)

@@ -82,6 +82,9 @@ class Lane:
             self._between = False
             self.looping = self.stream is not None and time.monotonic() - self.ended < idle.PAUSE
             idle.make_way(self)
+            if self.looping:
+                # Not at the end of the forward before: whoever waits for the device there would wait for this copy too.
+                self.prefetch()
 
     def acquire(self, unit: Unit, spanning: bool, graph: bool) -> None:
         """Loads a unit if need be and binds it.
@@ -164,10 +167,10 @@ class Lane:
             self._between = True
             self.ended = time.monotonic()
         keeps = self.looping or not self._between
-        if keeps:
-            self.prefetch()
-        else:
+        if not keeps:
             self.finish()
+        elif not self._between:
+            self.prefetch()
         if self._between:
             wait_for(self._read)
             self._read = []

@@ -84,6 +84,8 @@ def _excluded(hook: Any) -> Any:
 
 
 def _send(inputs: Any, state: GroupState, excluded: Any) -> Any:
+    if _all_there(inputs.values() if isinstance(inputs, dict) else inputs, state.device):
+        return inputs
     # Looked up late: accelerate is optional for diffusers, though not for group offloading.
     from accelerate.utils import send_to_device
 
@@ -91,6 +93,17 @@ def _send(inputs: Any, state: GroupState, excluded: Any) -> Any:
         return send_to_device(inputs, state.device, non_blocking=state.non_blocking)
     moved = {name: value for name, value in inputs.items() if name not in excluded}
     return {**inputs, **send_to_device(moved, state.device, non_blocking=state.non_blocking)}
+
+
+def _all_there(values: Any, device: torch.device) -> bool:
+    """True for tensors that are on the device and things that are never moved: looking is quicker than moving nothing."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.device != device:
+                return False
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            return False
+    return True
 
 
 def _new_forward(original: Function | None) -> Function:

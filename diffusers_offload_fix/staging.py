@@ -6,11 +6,10 @@ lets the device's copies overlap with the next buffer's filling, at the price of
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,17 +20,17 @@ from . import backend
 from .homes import Home
 from .layout import align
 
-#: Bytes of one buffer: large enough that a copy's fixed cost vanishes, small enough that filling and sending overlap.
-CHUNK = 16 * 2**20
-#: Threads that fill buffers. A single one is held up whenever the thread that runs the model wants one of its cores: measured on 16
-#: cores beside a busy thread, one thread of 16 OpenMP threads copies at 2 to 19 GB/s, three of 4 at 54 to 66.
+#: Bytes of one buffer: large enough that the fixed cost of a piece vanishes beside it.
+CHUNK = 32 * 2**20
+#: A piece is filled and sent in so many parts, so that the one overlaps with the other.
+PARTS = 4
+#: Threads, each with a buffer of its own. A single one is held up whenever the thread that runs the model wants one of its cores:
+#: measured on 16 cores beside a busy thread, one thread of 16 OpenMP threads copies at 2 to 19 GB/s, three of 4 at 54 to 66.
 WORKERS = 3
-#: Two buffers a thread: one is filled while the other is sent.
-COUNT = 2 * WORKERS
 
 
 class Ring:
-    """`COUNT` pinned buffers and `WORKERS` threads for copies to one device.
+    """`WORKERS` threads with a pinned buffer each, for copies to one device.
 
     Args:
         largest: bytes of the largest unit that will pass through; the buffers take at most three times as many.
@@ -42,11 +41,12 @@ class Ring:
 
     def __init__(self, largest: int, streams: backend.Streams) -> None:
         self.largest = largest
-        self.chunk = min(CHUNK, align(-(-3 * largest // COUNT)))
+        self.chunk = min(CHUNK, align(-(-3 * largest // WORKERS)))
         self._streams = streams
-        blocks = [backend.pinned_memory(self.chunk, streams.device) for _ in range(COUNT)]
-        buffers = [backend.as_tensor(block, 0, self.chunk, torch.uint8) for block in blocks]
-        self._free: deque[tuple[Tensor, Any]] = deque((buffer, None) for buffer in buffers)
+        blocks = [backend.pinned_memory(self.chunk, streams.device) for _ in range(WORKERS)]
+        self._buffers = [backend.as_tensor(block, 0, self.chunk, torch.uint8) for block in blocks]
+        self._sent: dict[int, Any] = {}
+        self._own = threading.local()
         self._executor: ThreadPoolExecutor | None = None
         self._pid = 0
 
@@ -71,53 +71,72 @@ class Ring:
         """Ends the threads, when all that they sent has arrived; the buffers stay."""
         if self._executor is not None and self._pid == os.getpid():
             self._executor.shutdown()
-            for _, sent in self._free:
-                if sent is not None:
-                    sent.synchronize()
+            for sent in self._sent.values():
+                sent.synchronize()
         self._executor = None
 
     def _workers(self) -> ThreadPoolExecutor:
         # A thread does not survive a fork.
         if self._executor is None or self._pid != os.getpid():
-            self._executor = ThreadPoolExecutor(WORKERS, "offload-staging", initializer=_share_cores)
+            spare = deque(range(WORKERS))
+            self._executor = ThreadPoolExecutor(WORKERS, "offload-staging", initializer=self._begin, initargs=(spare,))
             self._pid = os.getpid()
         return self._executor
 
+    def _begin(self, spare: deque[int]) -> None:
+        self._own.index = spare.popleft()
+        share_cores()
+
     def _whole(self, home: Home, memory: Tensor, stream: Any, waits: list[Any]) -> Any:
         # What is laid out anew on arrival has to be there as a whole.
-        with torch.no_grad():
-            for start in range(0, home.layout.nbytes, self.chunk):
-                self._piece(home, memory, start, stream, waits)
-            with self._streams.on(stream):
-                home.layout.unpack(memory)
-            return self._streams.mark(stream)
+        for start in range(0, home.layout.nbytes, self.chunk):
+            self._piece(home, memory, start, stream, waits)
+        with torch.no_grad(), self._streams.on(stream):
+            home.layout.unpack(memory)
+        return self._streams.mark(stream)
 
     def _piece(self, home: Home, memory: Tensor, start: int, stream: Any, waits: list[Any]) -> Any:
+        index = self._own.index
+        buffer = self._buffers[index]
         end = min(start + self.chunk, home.layout.nbytes)
-        with self._buffer() as given:
-            buffer, sent = given
-            if sent is not None:
-                sent.synchronize()
-            part = buffer if end - start == self.chunk else buffer[: end - start]
-            home.gather(part, start)
-            for event in waits:
-                stream.wait_event(event)
-            with self._streams.on(stream):
-                memory[start:end].copy_(part, non_blocking=True)
-            given[1] = self._streams.mark(stream)
-            return given[1]
-
-    @contextlib.contextmanager
-    def _buffer(self) -> Iterator[list[Any]]:
-        # There are more buffers than threads, so one is always free.
-        given = list(self._free.popleft())
-        try:
-            yield given
-        finally:
-            self._free.append((given[0], given[1]))
+        if index in self._sent:
+            self._sent[index].synchronize()
+        # Each return to Python may have to wait for the thread that runs the model: few calls, each for many bytes.
+        free = all(event.query() for event in waits)
+        staged = [*_parts(buffer, 0, end - start)]
+        filled = [staged, [*_parts(home.slab, start, end)]] if home.slab is not None else None
+        sent = [[*_parts(memory, start, end)], staged]
+        with self._streams.on(stream):
+            if filled is not None and free:
+                # In turns: while one part is sent the next is filled.
+                copy_all(*([part for pair in zip(one, other) for part in pair] for one, other in zip(filled, sent)))
+            else:
+                _fill(home, buffer[: end - start], start, filled)
+                for event in waits:
+                    stream.wait_event(event)
+                copy_all(*sent)
+            event = self._sent[index] = self._streams.mark(stream)
+        return event
 
 
-def _share_cores() -> None:
+def _fill(home: Home, part: Tensor, start: int, filled: Any) -> None:
+    if filled is None:
+        home.gather(part, start)
+    else:
+        copy_all(*filled)
+
+
+def _parts(tensor: Tensor, start: int, end: int) -> list[Tensor]:
+    step = align(-(-(end - start) // PARTS))
+    return [tensor[first : min(first + step, end)] for first in range(start, end, step)]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each source to its target, one after another, in one call that leaves the interpreter to other threads."""
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def share_cores() -> None:
     """Gives the calling thread an OpenMP team of its own that leaves cores to the thread that runs the model."""
     threads = max(1, 3 * torch.get_num_threads() // (4 * WORKERS))
     # `torch.set_num_threads` would change MKL's number for the whole process; OpenMP's own belongs to the thread.

@@ -59,7 +59,6 @@ def test_the_host_never_waits(name: str, way: str, npu: torch.device, monkeypatc
     assert added["host_syncs"] == 0
 
 
-@pytest.mark.xfail(strict=False, reason="slots and the root's memory are filled once a forward")
 @every(("name", SORTS), ("way", ("block+stream", "leaf+stream")))
 def test_no_memory_is_allocated_for_weights(name: str, way: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     _, added = steady(name, way, npu, monkeypatch)
