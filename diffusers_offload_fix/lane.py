@@ -20,7 +20,7 @@ from . import idle
 from .layout import align
 from .order import Order, Pair
 from .slots import Arena, Buffer, Slot, whole
-from .transfer import Transfer
+from .transfer import Transfer, wait_for
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class Lane:
         if not unit.bound:
             self._refresh(unit, graph)
             if unit.slot is None:
+                self.transfer.hurry(unit)
                 own = spanning or graph or self._is_small(unit)
                 self._load(unit, self._own_slot(unit, graph) if own else self._slot(unit))
             self._arrive(unit)
@@ -106,7 +107,7 @@ class Lane:
     def _arrive(self, unit: Unit) -> None:
         slot = unit.slot
         try:
-            self.transfer.collect(slot)
+            self.transfer.collect(slot, unit)
         except BaseException:
             self._give(unit, None)
             raise
@@ -144,6 +145,7 @@ class Lane:
             if not self._prefetch_group(found[0]):
                 # Until a slot is given back there is nothing to try.
                 self._full = True
+                self._stage(*found)
                 return
             self._expected.append(found[0])
             self._horizon = found[1]
@@ -206,6 +208,7 @@ class Lane:
 
     def drop(self, unit: Unit) -> None:
         """Gives back the slot of a unit that is loaded but not bound."""
+        self.transfer.unstage(unit)
         if unit.slot is not None and not unit.bound:
             # Nobody waits for this copy any more; what it raised would be raised by the next one that is needed.
             with contextlib.suppress(Exception):
@@ -216,6 +219,7 @@ class Lane:
 
     def _look_anew(self) -> None:
         """What was expected did not come, or is gone."""
+        self.transfer.unstage()
         self._expected.clear()
         self._horizon = None
         self._full = False
@@ -261,6 +265,21 @@ class Lane:
         except Exception as error:
             logger.debug("a copy ahead of time failed: %s", error)
             return False
+
+    def _stage(self, state: Any, pair: Pair) -> None:
+        """Has staging buffers filled with what comes after the groups that have found room."""
+        for _ in range(LOOKAHEAD):
+            waiting = [] if state.spanning or state.passive else [u for u in state.units if u.slot is None and not self._is_small(u)]
+            if not all(map(self._stage_unit, waiting)):
+                return
+            found = self.order.after(pair, self.looping)
+            if found is None:
+                return
+            state, pair = found
+
+    def _stage_unit(self, unit: Unit) -> bool:
+        unit.lane = self
+        return unit.intact() and self.transfer.stage(unit)
 
     def _prefetch_unit(self, unit: Unit) -> bool:
         slot = self._own_slot(unit, False) if self._is_small(unit) else self._take(unit)
@@ -330,10 +349,3 @@ class Lane:
 
     def _compute(self) -> Any:
         return self._streams.current() if self._streams is not None else None
-
-
-def wait_for(events: list[Any]) -> None:
-    """Makes the host wait for events that have not happened yet."""
-    for event in events:
-        if not event.query():
-            event.synchronize()

@@ -82,7 +82,9 @@ def offload(lane: Lane, state: GroupState) -> None:
             _deactivate(lane, other)
     _deactivate(lane, state)
     if lane.active:
-        lane.prefetch()
+        # After the last group of a forward there is nothing to copy for it; what the next one needs is copied when it begins.
+        if not lane.order.ended():
+            lane.prefetch()
         return
     if state.spanning:
         lane.order.edge()
@@ -133,6 +135,7 @@ def _activate(lane: Lane, state: GroupState, graph: bool) -> None:
         # Nothing half-moved stays behind: the weights are on the host as before.
         for unit in done:
             lane.release(unit)
+        lane.clear()
         raise
     state.active, state.thread = True, threading.get_ident()
     lane.entered(state)

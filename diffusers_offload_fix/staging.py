@@ -24,6 +24,8 @@ from .layout import align
 CHUNK = 32 * 2**20
 #: A piece is filled and sent in so many parts, so that the one overlaps with the other.
 PARTS = 4
+#: Seconds after which a thread that waits for room gives up: nobody may be left who could give any.
+PATIENCE = 5.0
 #: Threads, each with a buffer of its own. A single one is held up whenever the thread that runs the model wants one of its cores:
 #: measured on 16 cores beside a busy thread, one thread of 16 OpenMP threads copies at 2 to 19 GB/s, three of 4 at 54 to 66.
 WORKERS = 3
@@ -50,17 +52,19 @@ class Ring:
         self._executor: ThreadPoolExecutor | None = None
         self._pid = 0
 
-    def send(self, home: Home, memory: Tensor, stream: Any, waits: list[Any]) -> list[Future[Any]]:
-        """Starts copying a home to `memory` (a 1-d uint8 tensor on the device) on `stream`, after the events `waits`.
+    def send(self, home: Home, room: Room, stream: Any) -> list[Future[Any]]:
+        """Starts copying a home, on `stream`, to the device memory that `room` has or will be given.
 
-        The result of each future is an event after which a part of the bytes is there.
+        The result of each future is an event after which a part of the bytes is there, or None if the room was refused.
         """
         workers = self._workers()
-        total = home.layout.nbytes
-        if home.layout.device_nbytes != total:
-            return [workers.submit(self._whole, home, memory, stream, waits)]
-        starts = range(0, total, self.chunk)
-        return [workers.submit(self._piece, home, memory, start, stream, waits) for start in starts]
+        if home.layout.device_nbytes != home.layout.nbytes:
+            return [workers.submit(self._whole, home, room, stream)]
+        return [workers.submit(self._piece, home, room, start, stream) for start in range(0, home.layout.nbytes, self.chunk)]
+
+    def pieces(self, home: Home) -> int:
+        """How many threads a home can keep busy at once."""
+        return 1 if home.layout.device_nbytes != home.layout.nbytes else -(-home.layout.nbytes // self.chunk)
 
     @property
     def running(self) -> bool:
@@ -87,43 +91,91 @@ class Ring:
         self._own.index = spare.popleft()
         share_cores()
 
-    def _whole(self, home: Home, memory: Tensor, stream: Any, waits: list[Any]) -> Any:
+    def _whole(self, home: Home, room: Room, stream: Any) -> Any:
         # What is laid out anew on arrival has to be there as a whole.
         for start in range(0, home.layout.nbytes, self.chunk):
-            self._piece(home, memory, start, stream, waits)
+            self._piece(home, room, start, stream)
+        if room.memory is None:
+            return None
         with torch.no_grad(), self._streams.on(stream):
-            home.layout.unpack(memory)
+            home.layout.unpack(room.memory)
         return self._streams.mark(stream)
 
-    def _piece(self, home: Home, memory: Tensor, start: int, stream: Any, waits: list[Any]) -> Any:
+    def _piece(self, home: Home, room: Room, start: int, stream: Any) -> Any:
+        if room.refused():
+            return None
         index = self._own.index
-        buffer = self._buffers[index]
-        end = min(start + self.chunk, home.layout.nbytes)
         if index in self._sent:
             self._sent[index].synchronize()
+        end = min(start + self.chunk, home.layout.nbytes)
+        staged = _parts(self._buffers[index], 0, end - start)
+        filled = (staged, _parts(home.slab, start, end)) if home.slab is not None else None
         # Each return to Python may have to wait for the thread that runs the model: few calls, each for many bytes.
-        free = all(event.query() for event in waits)
-        staged = [*_parts(buffer, 0, end - start)]
-        filled = [staged, [*_parts(home.slab, start, end)]] if home.slab is not None else None
-        sent = [[*_parts(memory, start, end)], staged]
+        together = filled is not None and room.is_free()
+        if filled is None:
+            home.gather(self._buffers[index][: end - start], start)
+        elif not together:
+            copy_all(*filled)
+        memory = room.wait()
+        if memory is None:
+            return None
+        sent = (_parts(memory, start, end), staged)
         with self._streams.on(stream):
-            if filled is not None and free:
+            if filled is not None and together:
                 # In turns: while one part is sent the next is filled.
                 copy_all(*([part for pair in zip(one, other) for part in pair] for one, other in zip(filled, sent)))
             else:
-                _fill(home, buffer[: end - start], start, filled)
-                for event in waits:
+                for event in room.waits:
                     stream.wait_event(event)
                 copy_all(*sent)
             event = self._sent[index] = self._streams.mark(stream)
         return event
 
 
-def _fill(home: Home, part: Tensor, start: int, filled: Any) -> None:
-    if filled is None:
-        home.gather(part, start)
-    else:
-        copy_all(*filled)
+class Room:
+    """Device memory for one unit, which may be found only after its first bytes have been staged.
+
+    Attributes:
+        memory: a 1-d uint8 tensor on the device; None while it is not given, or for good if it was refused.
+        waits: events that a copy into it has to wait for.
+    """
+
+    __slots__ = ("_decided", "memory", "waits")
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.waits: list[Any] = []
+        self._decided = threading.Event()
+
+    def give(self, memory: Tensor, waits: list[Any]) -> Room:
+        """Says where the bytes go."""
+        self.memory, self.waits = memory, waits
+        self._decided.set()
+        return self
+
+    def refuse(self) -> None:
+        """Says that the bytes are not wanted any more; harmless once the memory was given."""
+        self._decided.set()
+
+    def refused(self) -> bool:
+        """True if no memory will be given."""
+        return self._decided.is_set() and self.memory is None
+
+    def is_free(self) -> bool:
+        """True if there is memory that can be written at once."""
+        return self._decided.is_set() and all(event.query() for event in self.waits)
+
+    def wait(self) -> Tensor | None:
+        """The memory, as soon as it is given; None if it was refused, or has not come for `PATIENCE` seconds."""
+        if not self._decided.is_set() and not self._decided.wait(PATIENCE):
+            self.refuse()
+        return self.memory
+
+
+def refuse_all(rooms: set[Room]) -> None:
+    """Lets go of every thread that waits for one of the rooms."""
+    while rooms:
+        rooms.pop().refuse()
 
 
 def _parts(tensor: Tensor, start: int, end: int) -> list[Tensor]:

@@ -7,15 +7,16 @@ no copy stream the host waits for each copy, as it does upstream: the weights ma
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import backend
 from .homes import Home, warn_unpinned
 from .slots import Slot
-from .staging import CHUNK, Ring
+from .staging import CHUNK, WORKERS, Ring, Room, refuse_all
 from .unit import Unit
 
 #: Bytes under which a copy from unpinned memory is left to the driver.
@@ -24,6 +25,14 @@ SMALL = 64 * 2**10
 #: Told of every copy and of every stay on the device, for a picture of what overlaps: `trace(what, unit, start, end)`, where `what`
 #: is "copy" or "compute" and `start` and `end` are timed events.
 trace: Callable[[str, str, Any, Any], None] | None = None
+
+
+class _Staged(NamedTuple):
+    home: Home
+    stamp: list[int]
+    room: Room
+    jobs: list[Any]
+    pieces: int
 
 
 class Transfer:
@@ -38,6 +47,10 @@ class Transfer:
         self.streams = backend.Streams(device) if backend.has_streams(device) else None
         self._ring: Ring | None = None
         self._no_ring = False
+        self._staged: dict[Unit, _Staged] = {}
+        # By themselves: a thread that waits for room must not keep the model alive.
+        self._rooms: set[Room] = set()
+        weakref.finalize(self, refuse_all, self._rooms)
 
     def start(self, unit: Unit, slot: Slot) -> None:
         """Starts copying the unit's home into the slot."""
@@ -48,7 +61,8 @@ class Transfer:
             self._at_once(unit.home, slot, ring)
         elif ring is not None:
             began = self.timed(self.stream)
-            slot.jobs = ring.send(unit.home, slot.memory, self.stream, slot.waits)
+            if not self._was_staged(unit, slot):
+                slot.jobs = ring.send(unit.home, Room().give(slot.memory, slot.waits), self.stream)
             if trace is not None:
                 self._tell_jobs(unit, slot, began)
         else:
@@ -65,11 +79,52 @@ class Transfer:
         if ring is None:
             home.copy_to(slot.memory, non_blocking=False)
             return
-        for job in ring.send(home, slot.memory, self.streams.current(), []):
+        for job in ring.send(home, Room().give(slot.memory, []), self.streams.current()):
             job.result().synchronize()
 
-    def collect(self, slot: Slot) -> None:
-        """Waits until the ring has issued the slot's copies; its error, if there was one, is raised here."""
+    def stage(self, unit: Unit) -> bool:
+        """Fills staging buffers with a unit for which the device has no room yet; False if there is nothing or no one to fill."""
+        ring = self._ring_for(unit)
+        if ring is None or unit in self._staged or sum(held.pieces for held in self._staged.values()) >= WORKERS:
+            return ring is not None and unit in self._staged
+        room = Room()
+        self._rooms.add(room)
+        jobs = ring.send(unit.home, room, self.stream)
+        self._staged[unit] = _Staged(unit.home, unit.stamp(), room, jobs, ring.pieces(unit.home))
+        return True
+
+    def unstage(self, unit: Unit | None = None) -> None:
+        """Forgets what was staged, for one unit or for all: its buffers are free again."""
+        for one in [unit] if unit is not None else list(self._staged):
+            held = self._staged.pop(one, None)
+            if held is not None:
+                self._rooms.discard(held.room)
+                held.room.refuse()
+
+    def _was_staged(self, unit: Unit, slot: Slot) -> bool:
+        held = self._staged.pop(unit, None)
+        if held is None:
+            return False
+        self._rooms.discard(held.room)
+        if held.home is not unit.home or held.stamp != slot.stamp or any(job.done() for job in held.jobs):
+            # Other bytes by now, or a thread that has given up.
+            held.room.refuse()
+            return False
+        held.room.give(slot.memory, slot.waits)
+        slot.jobs = held.jobs
+        return True
+
+    def hurry(self, unit: Unit) -> None:
+        """Told that a unit is needed now: threads that hold something else in staging are free for it."""
+        if unit not in self._staged:
+            self.unstage()
+
+    def collect(self, slot: Slot, unit: Unit | None = None) -> None:
+        """Waits until the ring has issued the slot's copies; its error, if there was one, is raised here.
+
+        Args:
+            unit: what is copied once more if a thread gave up waiting for the slot; None if the copy is not needed any more.
+        """
         jobs, slot.jobs = slot.jobs, []
         if not jobs:
             return
@@ -78,6 +133,11 @@ class Transfer:
         except BaseException:
             self._settle(jobs)
             raise
+        if None in slot.ready:
+            slot.ready = [event for event in slot.ready if event is not None]
+            if unit is not None:
+                self.start(unit, slot)
+                self.collect(slot, unit)
 
     @staticmethod
     def _settle(jobs: list[Any]) -> None:
@@ -93,6 +153,7 @@ class Transfer:
 
     def close(self) -> None:
         """Ends the ring's threads."""
+        self.unstage()
         if self._ring is not None:
             self._ring.close()
 
@@ -127,11 +188,17 @@ class Transfer:
     def _make_ring(self, largest: int) -> None:
         if self._no_ring or self.streams is None:
             return
-        if self._ring is not None:
-            self._ring.close()
+        self.close()
         self._ring = None
         try:
             self._ring = Ring(largest, self.streams)
         except backend.PinError as error:
             self._no_ring = True
             warn_unpinned(largest, error)
+
+
+def wait_for(events: list[Any]) -> None:
+    """Makes the host wait for events that have not happened yet."""
+    for event in events:
+        if not event.query():
+            event.synchronize()
