@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import backend
-from .homes import warn_unpinned
+from .files import renew
+from .homes import Keep, warn_unpinned
 from .layout import align
 from .order import Order
 from .slots import Arena, Buffer, Slot, whole
@@ -166,11 +167,11 @@ class Lane:
 
     def _refresh(self, unit: Unit, graph: bool) -> None:
         """Drops a copy that was made too early or must not be reused, and a home that the tensors have left."""
-        intact = unit.intact()
+        intact = unit.intact() and not unit.home.worn
         if unit.slot is not None and (graph or not intact or unit.slot.stamp != unit.stamp()):
             self.drop(unit)
         if not intact:
-            unit.make_home()
+            renew(unit, self.groups) if unit.keep is Keep.FILE else unit.make_home()
 
     def _drop_unbound(self) -> None:
         for unit in list(self._loaded):
@@ -278,7 +279,7 @@ class Lane:
 
     def _ring_for(self, unit: Unit) -> Ring | None:
         """The staging ring for a unit that is not pinned, or None where it would not help."""
-        if unit.home.pinned or unit.nbytes < SMALL or self._streams is None:
+        if unit.home.pinned or (unit.nbytes < SMALL and not unit.home.is_file) or self._streams is None:
             return None
         if self._ring is None or (self._ring.largest < unit.nbytes and self._ring.chunk < CHUNK):
             self._make_ring(unit.nbytes)
