@@ -181,8 +181,8 @@ class _Writer:
         self._file.resize(self._start + self._head.end)
         self._file.flush()
         for unit, bindings, home, rest in done:
-            unit.adopt(bindings, home)
             _adopt_rest(bindings, rest)
+            unit.adopt(bindings, home)
         self._file.spare()
 
     def _unit(self, name: str, unit: Unit) -> tuple[list[Binding], FileHome, list[Tensor]]:
