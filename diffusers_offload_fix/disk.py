@@ -21,18 +21,23 @@ import stat
 import tempfile
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import numpy
 
-#: Bytes that one thread reads at a time; one thread alone does not reach the rate of a fast drive, nor that of the page cache.
+from . import pages
+
+#: One thread alone does not reach the rate of the page cache. Smaller parts are not worth a thread.
+THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 PART = 4 * 2**20
-THREADS = 4
 #: Bytes that are written by one call.
 PIECE = 32 * 2**20
 #: Where a mapping may begin.
 PAGE = mmap.ALLOCATIONGRANULARITY
+
+Result = TypeVar("Result")
 
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 
@@ -131,6 +136,8 @@ class File:
             self.fd: int | None = _nameless(folder)
         except OSError as error:
             raise failure(folder, "no file can be made there", error) from error
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._close = weakref.finalize(self, _close, self.fd)
         self._close.atexit = False
 
@@ -183,30 +190,20 @@ class File:
             self.fd = None
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fills `target` (bytes) from `offset` on, with several threads at a time.
+        """Fills `target` (bytes) from `offset` on.
 
         Raises:
             DiskError: the disk does not give the bytes back.
         """
         assert self.fd is not None
-        total = len(target)
-        # What follows in the file is what runs next.
-        self.expect(offset, 2 * total)
-        step = max(PART, -(-total // THREADS))
-        parts = [(self.fd, offset + at, target[at : at + step]) for at in range(0, total, step)]
         try:
-            jobs = [_submit(_fill, *part) for part in parts[1:]]
-            _fill(*parts[0])
-            for part, job in zip(parts[1:], jobs):
-                _fill(*part) if job is None else job.result()
+            while len(target):
+                done = os.preadv(self.fd, [target], offset)
+                if not done:
+                    raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(target)} bytes too early")
+                target, offset = target[done:], offset + done
         except OSError as error:
             raise failure(self.folder, "the weights could not be read back", error) from error
-
-    def expect(self, offset: int, nbytes: int) -> None:
-        """Lets the system fetch bytes that will be read soon."""
-        if self.fd is not None and hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def forget(self) -> None:
         """Takes what is on the disk out of the page cache, as far as nobody uses it."""
@@ -248,19 +245,27 @@ def _descriptors() -> int:
     return 1024 if limit < 0 or limit > 8192 else limit // 8
 
 
-def _fill(fd: int, offset: int, target: memoryview) -> None:
-    while len(target):
-        done = os.preadv(fd, [target], offset)
-        if not done:
-            raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(target)} bytes too early")
-        target, offset = target[done:], offset + done
+def parts(start: int, end: int) -> list[tuple[int, int]]:
+    """A range, cut into pieces that are worth a thread each; cuts are at multiples of a page from its start."""
+    step = max(PART, -(-(end - start) // (THREADS * PAGE)) * PAGE)
+    return [(at, min(at + step, end)) for at in range(start, end, step)]
+
+
+def spread(work: Callable[[int, int], Result], pieces: list[tuple[int, int]]) -> list[Result]:
+    """What `work(start, end)` returns for each piece, in order; several run at a time."""
+    jobs = [_submit(work, *piece) for piece in pieces[1:]]
+    try:
+        return [work(*pieces[0]), *(work(*piece) if job is None else job.result() for piece, job in zip(pieces[1:], jobs))]
+    finally:
+        # After an error, nothing goes on filling a buffer that somebody else is given next.
+        wait([job for job in jobs if job is not None])
 
 
 _pool: tuple[int, ThreadPoolExecutor] | None = None
 _pool_lock = threading.RLock()
 
 
-def _submit(work: Any, *arguments: Any) -> Any:
+def _submit(work: Callable[[int, int], Any], *arguments: int) -> Any:
     """The future of some work on a reading thread, or None if there is none to be had."""
     global _pool
     with _pool_lock:
@@ -284,7 +289,7 @@ def _shut() -> None:
 
 
 def _mapping(fd: int, offset: int, nbytes: int) -> numpy.ndarray[Any, Any]:
-    system = _system_mmap()
+    system = pages.system("mmap", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_int64])
     if system is None:
         return numpy.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=offset), dtype=numpy.uint8)
     # Python's own mapping of a file keeps a descriptor of it; this one lies over memory that Python gives back when it is done.
@@ -299,16 +304,3 @@ def _mapping(fd: int, offset: int, nbytes: int) -> numpy.ndarray[Any, Any]:
 
 _FIXED = 0x10
 _NORESERVE = 0x4000
-
-
-def _system_mmap() -> Any:
-    """The C library's `mmap` on Linux, where its constants are known; None elsewhere."""
-    if not os.path.exists("/proc/self/maps"):
-        return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).mmap
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_int64]
-    return function

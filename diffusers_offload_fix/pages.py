@@ -1,13 +1,16 @@
-"""Which pages of a private mapping were written: they hold what the file does not.
+"""What the kernel knows of the pages of a private mapping: which were written, and which are in the page cache.
 
-Versions of tensors do not tell: `weight.data += delta`, numpy views and other libraries write without counting. The kernel knows,
-page by page, and says so in `/proc/self/pagemap` to any process about itself.
+A page that was written holds what the file does not. Versions of tensors do not tell: `weight.data += delta`, numpy views and other
+libraries write without counting. The kernel knows, page by page, and says so in `/proc/self/pagemap` to any process about itself.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
+from typing import Any
 
 import numpy
 
@@ -54,3 +57,28 @@ def told(block: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]) -> bool:
         return False
     block[0] = value
     return written(address, nbytes) == [(0, nbytes)]
+
+
+def cached(address: int, offsets: list[int]) -> bool:
+    """True if the pages at these offsets from `address` (a multiple of a page) can be read without waiting for the drive."""
+    mincore = system("mincore", ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p])
+    answer = ctypes.create_string_buffer(1)
+    for offset in offsets if mincore is not None else ():
+        page = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+        if mincore(page, 1, answer) or not answer.raw[0] & 1:
+            return False
+    return mincore is not None
+
+
+@functools.cache
+def _library() -> Any:
+    # Elsewhere than on Linux, flags and types of these calls differ.
+    return ctypes.CDLL(None, use_errno=True) if os.path.exists("/proc/self/maps") else None
+
+
+def system(name: str, result: Any, arguments: list[Any]) -> Any:
+    """A function of the C library, or None where there is none that we know."""
+    function = getattr(_library(), name, None)
+    if function is not None:
+        function.restype, function.argtypes = result, arguments
+    return function
