@@ -172,7 +172,7 @@ class File:
                 done = os.pwrite(self.fd, data[:PIECE], offset)
                 data, offset = data[done:], offset + done
         except OSError as error:
-            raise failure(self.folder, "the weights could not be written", error, len(data)) from error
+            raise failure(self.folder, "the weights could not be written", error) from error
 
     def flush(self) -> None:
         """Waits until everything is on the disk: what cannot be written is an error now, and not lost later."""

@@ -11,6 +11,7 @@ that very file, and with it the weights; a mapping of it then kills the process,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from collections.abc import Iterable
@@ -157,7 +158,8 @@ def renew(unit: Unit, groups: Iterable[GroupState]) -> None:
     try:
         write(units)
     except DiskError as error:
-        logger.warning("%s Weights that were changed stay in memory.", error)
+        # The text only: a handler that keeps the error would keep everything that its traceback holds.
+        logger.warning("%s Weights that were changed stay in memory.", str(error))
         for each in units:
             if each.intact():
                 each.home.keep()
@@ -167,9 +169,13 @@ def renew(unit: Unit, groups: Iterable[GroupState]) -> None:
 
 def _others(groups: Iterable[GroupState], unit: Unit) -> list[Unit]:
     """Units of the same folder that are neither on the device nor on their way there."""
-    parked = (other for state in list(groups) if state.current() for other in state.units if other.slot is None and not other.bound)
-    fitting = {id(other): other for other in parked if other is not unit and other.keep is Keep.FILE and other.folder == unit.folder}
-    return list(fitting.values())
+    found: dict[int, Unit] = {}
+    for state in [state for state in groups if not state.active and not state.passive]:
+        with contextlib.suppress(RuntimeError):
+            if not state.current():
+                state.plan()
+        found |= {id(other): other for other in state.units if other.slot is None and not other.bound}
+    return [other for other in found.values() if other is not unit and (other.keep, other.folder) == (unit.keep, unit.folder)]
 
 
 def _nbytes(unit: Unit) -> int:
