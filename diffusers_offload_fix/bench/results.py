@@ -26,14 +26,14 @@ def merge(options: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def floor_ms(resident_ms: float | None, weights: int, bus: dict[str, float], low: bool) -> float | None:
+def floor_ms(resident_ms: float | None, weights: int, bus: dict[str, float], low: bool, disk_gbs: float | None = None) -> float | None:
     """The time that no offloading can beat: compute, or getting every weight over, whichever is longer.
 
-    With `low_cpu_mem_usage` the weights also have to be copied into pinned memory first.
+    With `low_cpu_mem_usage` the weights also have to be copied into pinned memory first, from a disk they have to be read (`disk_gbs`).
     """
     if resident_ms is None or not bus:
         return None
-    rates = [bus["pinned_gbs"], *([bus["memcpy_gbs"]] if low else [])]
+    rates = [bus["pinned_gbs"], *([bus["memcpy_gbs"]] if low else []), *([disk_gbs] if disk_gbs else [])]
     return max(resident_ms, *(weights / rate / 1e6 for rate in rates))
 
 
@@ -45,7 +45,8 @@ def rows(merged: dict[str, Any]) -> list[dict[str, Any]]:
         for batch in merged["options"]["batches"]:
             resident = cases.get("resident", {}).get(f"resident/b{batch}", {}).get("ms")
             low = bool(MODES[mode].get("low_cpu_mem_usage"))
-            floor = floor_ms(resident, merged["weights"], merged["bus"], low)
+            files = cases.get("patched", {}).get(f"{mode}/b{batch}", {}).get("sequential_warm_gbs")
+            floor = floor_ms(resident, merged["weights"], merged["bus"], low, files)
             row: dict[str, Any] = {"mode": mode, "batch": batch, "resident_ms": resident, "floor_ms": floor}
             for variant in ("unpatched", "patched"):
                 case = cases.get(variant, {}).get(f"{mode}/b{batch}")
@@ -66,7 +67,7 @@ def is_good(merged: dict[str, Any]) -> bool:
 
 def report(merged: dict[str, Any]) -> str:
     """The head, the table, and what failed."""
-    return "\n\n".join(part for part in (_head(merged), table(merged["rows"]), _faults(merged)) if part)
+    return "\n\n".join(part for part in (_head(merged), table(merged["rows"]), _drives(merged), _faults(merged)) if part)
 
 
 def _head(merged: dict[str, Any]) -> str:
@@ -141,6 +142,17 @@ def _pair(row: dict[str, Any], name: str, unit: float, form: str) -> str:
 def _equal(case: dict[str, Any] | None) -> str:
     equal = (case or {}).get("equal")
     return "-" if equal is None else "yes" if equal else "NO"
+
+
+def _drives(merged: dict[str, Any]) -> str:
+    """What the disk modes read, beside what one thread reads from the same files in order."""
+    lines = []
+    for variant, cases in merged["cases"].items():
+        for key, case in cases.items():
+            for cache in ("cold", "warm") if case.get("disk_bytes") else ():
+                rate, whole = case[f"{cache}_gbs"], case[f"sequential_{cache}_gbs"]
+                lines.append(f"{variant} {key}, {cache} cache: {rate:.2f} GB/s of {whole:.2f} in order ({rate / whole:.0%})")
+    return "\n".join(lines)
 
 
 def _faults(merged: dict[str, Any]) -> str:

@@ -6,13 +6,16 @@ on its last line.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ import torch
 from diffusers_offload_fix import backend, versions
 
 from . import build, host
-from .options import MODES, Options
+from .drive import Drive
+from .options import DISK_MODES, MODES, Options
 from .parent import CASE, STEP
 from .timeline import record
 
@@ -55,18 +59,31 @@ class Worker:
 
     def _mode(self, mode: str) -> None:
         """One way of offloading, for every batch size."""
+        with self._folder(mode) as folder:
+            self._cases(mode, folder)
+
+    @contextlib.contextmanager
+    def _folder(self, mode: str) -> Iterator[Path | None]:
+        """A folder of its own for a mode that needs one."""
+        if mode not in DISK_MODES:
+            yield None
+            return
+        with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=self.options.folder) as folder:
+            yield Path(folder)
+
+    def _cases(self, mode: str, folder: Path | None) -> None:
         say(STEP, f"{mode}: builds the model")
         model = build.model(self.options, self.device)
         self.weights = build.weight_bytes(model)
         host.release(self.device)
-        figures = self._enable(model, mode)
+        figures = self._enable(model, mode, folder)
         _compile(model, self.options.compile)
         for batch in self.options.batches:
             say(STEP, f"{mode}, batch {batch}")
-            case = {**figures, **self._forwards(model, mode, batch)}
+            case = {**figures, **self._forwards(model, mode, batch, folder)}
             self._keep(f"{mode}/b{batch}", case)
 
-    def _enable(self, model: Any, mode: str) -> dict[str, Any]:
+    def _enable(self, model: Any, mode: str, folder: Path | None) -> dict[str, Any]:
         """Enables offloading (or moves the model), and says what that took."""
         pinned, start = host.pinned_bytes(self.device), time.perf_counter()
         with host.HostMemory() as memory:
@@ -74,7 +91,8 @@ class Worker:
                 model.to(self.device)
             else:
                 hooks = importlib.import_module("diffusers.hooks")
-                hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode])
+                disk = {} if folder is None else {"offload_to_disk_path": str(folder)}
+                hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode], **disk)
             host.synchronize(self.device)
             seconds = time.perf_counter() - start
         return {
@@ -85,7 +103,7 @@ class Worker:
             "pinned": host.pinned_bytes(self.device) - pinned,
         }
 
-    def _forwards(self, model: Any, mode: str, batch: int) -> dict[str, Any]:
+    def _forwards(self, model: Any, mode: str, batch: int, folder: Path | None) -> dict[str, Any]:
         arguments = build.inputs(self.options, batch, self.device)
         base = host.allocated(self.device) if mode != "resident" else 0
         outputs = []
@@ -99,13 +117,17 @@ class Worker:
                     found["first_s"] = time.perf_counter() - first
             host.synchronize(self.device)
             host.reset_peak(self.device)
-            times = []
-            for _ in range(self.options.forwards):
+
+            def forward() -> float:
                 start = time.perf_counter()
                 outputs.append(model(**arguments)[0])
                 host.synchronize(self.device)
-                times.append(1000 * (time.perf_counter() - start))
+                return 1000 * (time.perf_counter() - start)
+
+            times = [forward() for _ in range(self.options.forwards)]
             found |= {"ms": statistics.median(times), "times": times, "device_peak": host.peak(self.device) - base}
+            if folder is not None:
+                found |= Drive(folder).rates(forward)
             if self.options.timeline and mode != "resident":
                 found["timeline"] = record(lambda: model(**arguments), self.device)
         # Again after the forwards: staging buffers and copies that are made late are in it.
