@@ -44,9 +44,22 @@ class Binding:
     def kept(self) -> list[Tensor]:
         return self.cargo
 
+    @property
+    def form(self) -> Tensor:
+        """The tensor whose leaves the cargo is."""
+        return self.tensor
+
+    @property
+    def rest(self) -> list[Tensor]:
+        """Host leaves that do not travel."""
+        return []
+
     def adopt(self, leaves: list[Tensor]) -> None:
         """Takes `leaves` as the host tensors of the cargo; the tensor is offloaded afterwards."""
         raise NotImplementedError
+
+    def adopt_rest(self, leaves: list[Tensor]) -> None:
+        """Takes `leaves`, which hold the same, in the place of `rest`."""
 
     def bind(self, views: list[Tensor], in_place: bool) -> None:
         """Makes the tensor use `views`, the cargo on the device; with `in_place`, its inner tensors keep their identity."""
@@ -230,6 +243,19 @@ class RepackedBinding(Binding):
     @property
     def kept(self) -> list[Tensor]:
         return self._kept
+
+    @property
+    def form(self) -> Tensor:
+        return self._other
+
+    @property
+    def rest(self) -> list[Tensor]:
+        return self.host_leaves
+
+    def adopt_rest(self, leaves: list[Tensor]) -> None:
+        set_leaves(self.host_leaves, leaves)
+        self._kept = leaves
+        self._versions = self._count()
 
     @classmethod
     def from_host(cls, tensor: Tensor, packed: Tensor, device: torch.device, offload_device: torch.device) -> Binding:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -155,6 +156,7 @@ class GroupState:
         thread: the thread that entered the group.
         spanning: True if the group is on the device while other groups come and go (the root of a model).
         passive: True if there is nowhere to move to (the onload device is the offload device).
+        folder: where the group's file is wanted, or None for a group that is kept in memory.
     """
 
     def __init__(self, group: Any) -> None:
@@ -165,6 +167,8 @@ class GroupState:
         self.offload_device = torch.device(group.offload_device)
         self.passive = self.device == backend.resolve(self.offload_device)
         self.low_cpu_mem_usage = bool(group.low_cpu_mem_usage)
+        folder = getattr(group, "offload_to_disk_path", None)
+        self.folder: str | None = os.fspath(folder) if folder else None
         self.stream = group.stream
         self.non_blocking = bool(group.non_blocking)
         self.spanning = False
@@ -221,21 +225,22 @@ class GroupState:
         parts: dict[frozenset[int], list[Entry]] = {}
         for entry in self._entries:
             parts.setdefault(frozenset(map(id, entry.claims)), []).append(entry)
-        self.units = [self._unit(entries, self._keep()) for entries in parts.values()]
+        self.units = [self._unit(entries, *_keep(entries[0].claims)) for entries in parts.values()]
         for unit in self.units:
             unit.name = unit.name or f"{type(self.leader).__name__} {next(_numbers)}"
         if self.lane is not None:
             self.lane.changed = True
 
-    def _keep(self) -> Keep:
+    def memory_keep(self) -> Keep:
+        """How the group would be kept in memory."""
         if self.lane is None or self.lane.stream is None:
             return Keep.AS_IS
         return Keep.SLAB if self.low_cpu_mem_usage else Keep.PINNED
 
-    def _unit(self, entries: list[Entry], keep: Keep) -> Unit:
+    def _unit(self, entries: list[Entry], keep: Keep, folder: str | None) -> Unit:
         unit = entries[0].unit
         fits = unit is not None and unit.device == self.device and unit.offload_device == self.offload_device
-        if unit is not None and fits and unit.keep is keep and same(unit.entries, entries):
+        if unit is not None and fits and (unit.keep, unit.folder) == (keep, folder) and same(unit.entries, entries):
             return unit
         for old in unique(entry.unit for entry in entries if entry.unit is not None):
             if old.bound:
@@ -245,7 +250,7 @@ class GroupState:
                 )
             if old.lane is not None:
                 old.lane.drop(old)
-        return Unit(entries, self.device, self.offload_device, keep)
+        return Unit(entries, self.device, self.offload_device, keep, folder)
 
     def _choose_lane(self) -> None:
         followers = [] if self.stream is not None else list(_streamed_below(self.leader, self))
@@ -272,6 +277,18 @@ class GroupState:
         for buffer in self._structure.replaced_buffers() if self._structure is not None else ():
             if buffer.device == self.device:
                 buffer.data = buffer.data.to(self.offload_device)
+
+
+def _keep(claims: Iterable[GroupState]) -> tuple[Keep, str | None]:
+    """How a unit is kept, and in which folder: the same answer whichever of the groups that need it is asked.
+
+    What a group in memory needs is in memory; of several ways, the one that loads fastest.
+    """
+    folders = {state.folder for state in claims}
+    named = sorted(folder for folder in folders if folder is not None)
+    if None not in folders:
+        return Keep.FILE, named[0]
+    return min((state.memory_keep() for state in claims if state.folder is None), key=list(Keep).index), None
 
 
 def same(one: list[Entry], other: list[Entry]) -> bool:

@@ -30,7 +30,12 @@ class Home:
         slab: all bytes as one 1-d uint8 tensor, or None if every leaf is a tensor by itself.
         pinned: True if the slab is pinned, so that it travels in one asynchronous copy.
         regions: the bytes of each region (1-d uint8 tensors).
+        worn: True if the home does not hold its bytes where it was meant to any more, so that it is to be made anew.
+        is_file: True if reading the bytes may take a while.
     """
+
+    worn = False
+    is_file = False
 
     def __init__(self, layout: Layout, leaves: list[Tensor], regions: list[Tensor], slab: Tensor | None, pinned: bool) -> None:
         self.layout = layout
@@ -38,6 +43,12 @@ class Home:
         self.regions = regions
         self.slab = slab
         self.pinned = pinned
+
+    def written(self) -> None:
+        """Told when forward changed some of the leaves."""
+
+    def keep(self) -> None:
+        """Told that it cannot be made anew although it is worn."""
 
     def gather(self, target: Tensor, start: int) -> None:
         """Copies the bytes from `start` on into `target` (a 1-d uint8 host tensor), as many as it holds."""
@@ -70,6 +81,8 @@ class Keep(Enum):
     SLAB = "slab"
     #: As it is: tensors that are on the host already are not copied.
     AS_IS = "as it is"
+    #: In a file, together with other units (see `files`).
+    FILE = "file"
 
 
 def make_home(
@@ -97,8 +110,12 @@ def _slab_home(layout: Layout, device: torch.device, pinned: bool) -> Home:
     for region, source in zip(regions, layout.sources):
         region.copy_(source)
     layout.sources.clear()
-    leaves = [_own_storage(layout, place, block, regions) for place in layout.places]
-    return Home(layout, leaves, regions, slab, pinned)
+    return Home(layout, leaves_over(layout, block, regions), regions, slab, pinned)
+
+
+def leaves_over(layout: Layout, block: Any, regions: list[Tensor]) -> list[Tensor]:
+    """The leaves over a block of memory, each with a storage of its own unless it shares its memory with another."""
+    return [_own_storage(layout, place, block, regions) for place in layout.places]
 
 
 def _own_storage(layout: Layout, place: Place, block: Any, regions: list[Tensor]) -> Tensor:

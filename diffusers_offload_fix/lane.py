@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import idle
+from .files import renew
+from .homes import Keep
 from .layout import align
 from .order import Order, Pair
 from .slots import Arena, Buffer, Slot, whole
@@ -182,11 +184,12 @@ class Lane:
 
     def finish(self) -> None:
         """Takes everything of this lane off the device."""
+        # First, so that no thread waits with something else while the jobs of the loaded ones are collected.
+        self._look_anew()
         for unit in list(self._loaded):
             self.drop(unit)
         if self._arena is not None and not self._arena.taken:
             self._arena.release()
-        self._look_anew()
 
     def clear(self, wait: bool = True) -> bool:
         """Takes everything off the device and ends the threads, unless a forward runs; False then.
@@ -251,11 +254,11 @@ class Lane:
 
     def _refresh(self, unit: Unit, graph: bool) -> None:
         """Drops a copy that was made too early or must not be reused, and a home that the tensors have left."""
-        intact = unit.intact()
+        intact = unit.intact() and not unit.home.worn
         if unit.slot is not None and (graph or not intact or unit.slot.stamp != unit.stamp()):
             self.drop(unit)
         if not intact:
-            unit.make_home()
+            renew(unit, self.groups) if unit.keep is Keep.FILE else unit.make_home()
 
     def _prefetch_group(self, state: Any) -> bool:
         if state.spanning or state.passive:

@@ -1,7 +1,7 @@
 """The replacements of diffusers' methods: thin, and the same on every release.
 
-Only what exists in every release is touched. A group that the plugin does not move (it is on disk, or was made before the plugin was
-active) goes through the original methods, and so does everything else about it.
+Only what exists in every release is touched. A group that the plugin does not move (it was made before the plugin was active) goes
+through the original methods, and so does everything else about it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import mover
+from . import enabling, mover
 from .groups import ATTRIBUTE, GroupState, group_hooks, state_of
 from .patcher import Patch
 
@@ -33,9 +33,11 @@ _park = torch.compiler.disable(mover.park)  # type: ignore[no-untyped-call]
 
 def _init(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     wrapped(*args, **kwargs)
-    if getattr(instance, "offload_to_disk_path", None) is None:
-        setattr(instance, ATTRIBUTE, GroupState(instance))
-        _live.add(instance)
+    state = GroupState(instance)
+    if state.folder is not None and not state.passive:
+        enabling.check(state.folder)
+    setattr(instance, ATTRIBUTE, state)
+    _live.add(instance)
 
 
 def _init_cpu_param_dict(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,6 +235,17 @@ def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
+def _whole(original: Function) -> Function:
+    @functools.wraps(original)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        # The root comes first or by name, as the release has it.
+        module = kwargs["module"] if "module" in kwargs else args[0]
+        with enabling.whole(module, mover.settle):
+            return original(*args, **kwargs)
+
+    return apply
+
+
 def release() -> None:
     """Makes live groups independent of the class patches, so that they keep working once these are gone."""
     for group in list(_live):
@@ -253,4 +266,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("GroupOffloadingHook.initialize_hook", "mover", "replace", _initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.initialize_hook", "mover", "replace", _lazy_initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
+    Patch("_apply_group_offloading_block_level", "mover", "replace", _whole, ("module",)),
+    Patch("_apply_group_offloading_leaf_level", "mover", "replace", _whole, ("module",)),
 )

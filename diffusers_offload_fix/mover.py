@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .groups import GroupState, quiet
+from . import enabling
+from .files import write_all
+from .groups import GroupState, quiet, unique
+from .homes import Keep
 from .lane import Lane
 
 #: Told to whoever runs a backward pass through weights that have left the device.
@@ -70,8 +74,25 @@ def park(state: GroupState) -> None:
         with lane.lock:
             if state.active:
                 offload(lane, state)
+            if enabling.takes(state):
+                return
             for unit in state.units:
                 unit.settle()
+
+
+def settle(states: list[GroupState]) -> None:
+    """Makes the homes of many groups, those in files in as few files as there are folders.
+
+    Raises:
+        DiskError: a file could not be made; every weight is where it was.
+    """
+    with quiet(), contextlib.ExitStack() as locks:
+        for lane in sorted({_planned(state) for state in states}, key=id):
+            locks.enter_context(lane.lock)
+        units = unique(unit for state in states for unit in state.units)
+        write_all(unit for unit in units if unit.keep is Keep.FILE and not unit.bound and not unit.intact())
+        for unit in units:
+            unit.settle()
 
 
 def offload(lane: Lane, state: GroupState) -> None:

@@ -84,6 +84,7 @@ def look(module: ModuleType, patch: Patch) -> Place:
         return Place.DRIFTED
     owner, name = spot
     entry = vars(owner).get(name, _ABSENT)
+    _drop_reloaded(spot, entry)
     record = _records.get(spot)
     if record is not None:
         return Place.OURS if _holds(entry, record.installed) else Place.DISPLACED
@@ -92,6 +93,15 @@ def look(module: ModuleType, patch: Patch) -> Place:
     if not _is_from(entry, module):
         return Place.FOREIGN
     return Place.PRISTINE if _fits(entry, patch) else Place.DRIFTED
+
+
+def _drop_reloaded(spot: tuple[Any, str], entry: Any) -> None:
+    """Forgets a function of a module that was reloaded: a reload makes new classes, but the module stays the same object."""
+    record = _records.get(spot)
+    if record is None or not inspect.ismodule(spot[0]) or not inspect.isfunction(record.original):
+        return
+    if entry is not record.original and not _holds(entry, record.installed) and _is_from(entry, spot[0]):
+        del _records[spot]
 
 
 def is_ours(entry: Any) -> bool:

@@ -32,20 +32,23 @@ WORKERS = 3
 
 
 class Ring:
-    """`WORKERS` threads with a pinned buffer each, for copies to one device.
+    """Threads with a pinned buffer each, for copies to one device.
 
     Args:
         largest: bytes of the largest unit that will pass through; the buffers take at most three times as many.
+        threads: how many threads; one for files, which are read one at a time and from start to end, so that the system reads ahead.
 
     Raises:
         backend.PinError: the buffers cannot be pinned.
     """
 
-    def __init__(self, largest: int, streams: backend.Streams) -> None:
+    def __init__(self, largest: int, streams: backend.Streams, threads: int = WORKERS) -> None:
         self.largest = largest
-        self.chunk = min(CHUNK, align(-(-3 * largest // WORKERS)))
+        self.threads = threads
+        # A multiple of two aligned halves.
+        self.chunk = min(CHUNK, 2 * align(-(-largest // 2)))
         self._streams = streams
-        blocks = [backend.pinned_memory(self.chunk, streams.device) for _ in range(WORKERS)]
+        blocks = [backend.pinned_memory(self.chunk, streams.device) for _ in range(threads)]
         self._buffers = [backend.as_tensor(block, 0, self.chunk, torch.uint8) for block in blocks]
         self._sent: dict[int, Any] = {}
         self._own = threading.local()
@@ -58,13 +61,16 @@ class Ring:
         The result of each future is an event after which a part of the bytes is there, or None if the room was refused.
         """
         workers = self._workers()
+        if home.is_file:
+            return [workers.submit(self._in_order, home, room, stream)]
         if home.layout.device_nbytes != home.layout.nbytes:
             return [workers.submit(self._whole, home, room, stream)]
         return [workers.submit(self._piece, home, room, start, stream) for start in range(0, home.layout.nbytes, self.chunk)]
 
     def pieces(self, home: Home) -> int:
         """How many threads a home can keep busy at once."""
-        return 1 if home.layout.device_nbytes != home.layout.nbytes else -(-home.layout.nbytes // self.chunk)
+        alone = home.is_file or home.layout.device_nbytes != home.layout.nbytes
+        return 1 if alone else -(-home.layout.nbytes // self.chunk)
 
     @property
     def running(self) -> bool:
@@ -82,8 +88,8 @@ class Ring:
     def _workers(self) -> ThreadPoolExecutor:
         # A thread does not survive a fork.
         if self._executor is None or self._pid != os.getpid():
-            spare = deque(range(WORKERS))
-            self._executor = ThreadPoolExecutor(WORKERS, "offload-staging", initializer=self._begin, initargs=(spare,))
+            spare = deque(range(self.threads))
+            self._executor = ThreadPoolExecutor(self.threads, "offload-staging", initializer=self._begin, initargs=(spare,))
             self._pid = os.getpid()
         return self._executor
 
@@ -99,6 +105,33 @@ class Ring:
             return None
         with torch.no_grad(), self._streams.on(stream):
             home.layout.unpack(room.memory)
+        return self._streams.mark(stream)
+
+    def _in_order(self, home: Home, room: Room, stream: Any) -> Any:
+        index, half = self._own.index, align(self.chunk // 2)
+        sent: list[Any] = [self._sent.get(index)] * 2
+        for turn, start in enumerate(range(0, home.layout.nbytes, half)):
+            if room.refused():
+                return None
+            if sent[turn % 2] is not None:
+                sent[turn % 2].synchronize()
+            end = min(start + half, home.layout.nbytes)
+            part = self._buffers[index][turn % 2 * half :][: end - start]
+            home.gather(part, start)
+            sent[turn % 2] = self._sent[index] = self._send_part(room, part, start, stream)
+        if room.memory is None:
+            return None
+        with torch.no_grad(), self._streams.on(stream):
+            home.layout.unpack(room.memory)
+        return self._streams.mark(stream)
+
+    def _send_part(self, room: Room, part: Tensor, start: int, stream: Any) -> Any:
+        memory = room.wait()
+        if memory is not None:
+            for event in room.waits if start == 0 else ():
+                stream.wait_event(event)
+            with self._streams.on(stream):
+                memory[start : start + len(part)].copy_(part, non_blocking=True)
         return self._streams.mark(stream)
 
     def _piece(self, home: Home, room: Room, start: int, stream: Any) -> Any:

@@ -45,7 +45,7 @@ class Transfer:
     def __init__(self, device: torch.device, stream: Any) -> None:
         self.stream = stream
         self.streams = backend.Streams(device) if backend.has_streams(device) else None
-        self._ring: Ring | None = None
+        self._rings: dict[bool, Ring] = {}
         self._no_ring = False
         self._staged: dict[Unit, _Staged] = {}
         # By themselves: a thread that waits for room must not keep the model alive.
@@ -85,7 +85,7 @@ class Transfer:
     def stage(self, unit: Unit) -> bool:
         """Fills staging buffers with a unit for which the device has no room yet; False if there is nothing or no one to fill."""
         ring = self._ring_for(unit)
-        if ring is None or unit in self._staged or sum(held.pieces for held in self._staged.values()) >= WORKERS:
+        if ring is None or unit in self._staged or sum(held.pieces for held in self._staged.values()) >= ring.threads:
             return ring is not None and unit in self._staged
         room = Room()
         self._rooms.add(room)
@@ -148,14 +148,14 @@ class Transfer:
 
     @property
     def busy(self) -> bool:
-        """True while the ring has threads."""
-        return self._ring is not None and self._ring.running
+        """True while a ring has threads."""
+        return any(ring.running for ring in self._rings.values())
 
     def close(self) -> None:
-        """Ends the ring's threads."""
+        """Ends the threads of the rings."""
         self.unstage()
-        if self._ring is not None:
-            self._ring.close()
+        for ring in self._rings.values():
+            ring.close()
 
     def timed(self, stream: Any) -> Any:
         """A timed event if somebody traces."""
@@ -179,22 +179,26 @@ class Transfer:
 
     def _ring_for(self, unit: Unit) -> Ring | None:
         """The staging ring for a unit that is not pinned, or None where it would not help."""
-        if unit.home.pinned or unit.nbytes < SMALL or self.streams is None:
+        if unit.home.pinned or (unit.nbytes < SMALL and not unit.home.is_file) or self.streams is None:
             return None
-        if self._ring is None or (self._ring.largest < unit.nbytes and self._ring.chunk < CHUNK):
-            self._make_ring(unit.nbytes)
-        return self._ring
+        ring = self._rings.get(unit.home.is_file)
+        if ring is None or (ring.largest < unit.nbytes and ring.chunk < CHUNK):
+            ring = self._make_ring(unit.nbytes, unit.home.is_file)
+        return ring
 
-    def _make_ring(self, largest: int) -> None:
+    def _make_ring(self, largest: int, is_file: bool) -> Ring | None:
         if self._no_ring or self.streams is None:
-            return
-        self.close()
-        self._ring = None
+            return None
+        self.unstage()
+        if old := self._rings.pop(is_file, None):
+            old.close()
         try:
-            self._ring = Ring(largest, self.streams)
+            ring = self._rings[is_file] = Ring(largest, self.streams, 1 if is_file else WORKERS)
         except backend.PinError as error:
             self._no_ring = True
             warn_unpinned(largest, error)
+            return None
+        return ring
 
 
 def wait_for(events: list[Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import files
 from .binding import (
     Binding,
     PlainBinding,
@@ -64,6 +65,7 @@ class Unit:
     """Some tensors with one home and, while loaded, one slot.
 
     Attributes:
+        folder: where the file of a unit that is kept in one is wanted.
         slot: the device memory that holds the bytes now, or None.
         buffer: device memory of its own, for a unit that does not go through an arena; it is empty while the unit is offloaded.
         bound: True while the tensors use the slot.
@@ -74,8 +76,11 @@ class Unit:
         users: how many groups need the unit on the device now.
     """
 
-    def __init__(self, entries: list[Entry], device: torch.device, offload_device: torch.device, keep: Keep) -> None:
+    def __init__(
+        self, entries: list[Entry], device: torch.device, offload_device: torch.device, keep: Keep, folder: str | None = None
+    ) -> None:
         self.entries = entries
+        self.folder = folder
         self.device = device
         self.offload_device = offload_device
         self.keep = keep
@@ -123,11 +128,26 @@ class Unit:
 
     def make_home(self) -> None:
         """Makes the home anew from what the tensors hold now."""
+        if self.keep is Keep.FILE:
+            files.write([self])
+        else:
+            self.make_home_in_memory(self.keep)
+
+    def make_home_in_memory(self, keep: Keep) -> None:
+        """Makes the home anew in memory, whatever is meant for the unit."""
         # The new home is complete before any tensor changes, so that a failure leaves every weight where it was.
+        bindings, leaves, packs = self.cargo()
+        self.adopt(bindings, make_home(leaves, self.device, self.offload_device, keep, packs))
+
+    def cargo(self) -> tuple[list[Binding], list[Tensor], list[bool]]:
+        """The bindings for a new home, the leaves that travel, and for each whether it is packed on arrival."""
         bindings = [entry.bindable(self.device, self.offload_device) for entry in self.entries]
         leaves = [leaf for binding in bindings for leaf in binding.cargo]
         packs = [entry.from_host for entry, binding in zip(self.entries, bindings) for _ in binding.cargo]
-        home = make_home(leaves, self.device, self.offload_device, self.keep, packs)
+        return bindings, leaves, packs
+
+    def adopt(self, bindings: list[Binding], home: Home) -> None:
+        """Makes a home that was made from the cargo of these bindings the unit's own."""
         for entry, binding, parts in zip(self.entries, bindings, split(home.leaves, bindings)):
             binding.adopt(parts)
             entry.binding = binding
@@ -212,6 +232,8 @@ class Unit:
                     copy_bytes(leaf, binding.cargo[place])
             if changed:
                 binding.changed_on_device()
+                if self._home is not None:
+                    self._home.written()
 
     def _brought_back(self, leaf: Tensor, views: list[Tensor], cargo: list[Tensor]) -> Tensor:
         for view, host in zip(views, cargo):

@@ -5,8 +5,12 @@ Used on the simulated accelerator and on a real GPU alike; a cell is a list of f
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +43,13 @@ class Mode:
         return bool(self.arguments.get("use_stream"))
 
     @property
+    def disk(self) -> bool:
+        return "offload_to_disk_path" in self.arguments
+
+    @property
     def low(self) -> bool:
-        return bool(self.arguments.get("low_cpu_mem_usage"))
+        """True if no more than a few staging buffers may be pinned."""
+        return self.disk or bool(self.arguments.get("low_cpu_mem_usage"))
 
 
 def _modes() -> Iterator[Mode]:
@@ -62,6 +71,26 @@ def _modes() -> Iterator[Mode]:
 
 
 MODES: dict[str, Mode] = {mode.name: mode for mode in _modes()}
+
+#: Where the disk modes put their files: a folder that the plugin makes if it is missing, and in which nothing stays.
+FOLDER = os.path.join(os.environ.get("DIFFUSERS_OFFLOAD_FIX_TEST_FOLDER") or tempfile.gettempdir(), f"cells-{os.getpid()}")
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+
+
+def _disk_modes() -> Iterator[Mode]:
+    for name in ("block", "block+stream", "block+stream+record", "block+stream+low"):
+        for mode in (MODES[name], MODES[name.replace("block", "leaf")]):
+            yield Mode(f"{mode.name}+disk", {**mode.arguments, "offload_to_disk_path": FOLDER})
+    yield Mode("block2+disk", {**MODES["block2"].arguments, "offload_to_disk_path": FOLDER})
+
+
+#: The same with the weights in files; apart, so that the matrix of memory modes stays as long as it is.
+DISK_MODES: dict[str, Mode] = {mode.name: mode for mode in _disk_modes()}
+
+
+def mode_of(name: str) -> Mode:
+    """A mode of either kind."""
+    return MODES[name] if name in MODES else DISK_MODES[name]
 
 
 @dataclass
@@ -175,6 +204,8 @@ class Cell:
         if contract.tied_names(self.model) != self.ties:
             found.append("a tie is broken")
         found += self.contents()
+        if self.mode.disk and os.path.isdir(FOLDER) and os.listdir(FOLDER):
+            found.append(f"files are left: {os.listdir(FOLDER)}")
         if self.mode.low and self.setting.pinned_bytes() > self.pin_allowance():
             found.append(f"{self.setting.pinned_bytes()} bytes are pinned")
         self.faults += [f"{when}: {text}" for text in found[:6]]

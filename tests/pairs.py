@@ -62,7 +62,7 @@ class Pair:
     def __init__(self, name: str, way: str, device: torch.device) -> None:
         require(name, device)
         self.name, self.device = name, device
-        self.mode = cells.MODES[way]
+        self.mode = cells.mode_of(way)
         self.resident, example = KINDS[name].resident(device)
         self.example = example.to(device)
         forward(self.resident, self.example)

@@ -119,7 +119,7 @@ def test_a_wrong_option_names_the_valid_ones(arguments: list[str], words: str) -
 def test_options_survive_the_way_to_the_child() -> None:
     options = settings.from_arguments(settings.parser().parse_args(["--batch", "1,4", "--blocks", "2,3", "--quant", "none,int8"]))
     assert settings.Options.loads(options.dumps()) == options
-    assert options.steps() == 2 * 2 * (1 + 2 * len(settings.MODES))
+    assert options.steps() == 2 * 2 * (1 + 2 * len(settings.DEFAULT_MODES))
     assert settings.processes(options)[:3] == [("resident", ("none", "int8")), ("patched", ("none",)), ("unpatched", ("none",))]
 
 
@@ -203,9 +203,9 @@ def test_without_an_accelerator_it_says_so() -> None:
     assert "no accelerator" in done.stderr
 
 
-def test_a_tiny_run_on_the_simulated_accelerator() -> None:
+def test_a_tiny_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
     sizes = ["--heads", "1", "--blocks", "1,2", "--tokens", "16", "--bus-mib", "4", "--warmups", "1", "--forwards", "2"]
-    modes = ["--modes", "block+stream,leaf+stream+low"]
+    modes = ["--modes", "block+stream,leaf+stream+low,block+stream+disk", "--folder", str(tmp_path)]
     done = bench("--plugin", "tests.sim.loaded", "--device", "npu", "--quant", "int8", *sizes, *modes, "--json", "--time-limit", "200")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -214,3 +214,8 @@ def test_a_tiny_run_on_the_simulated_accelerator() -> None:
         assert row["patched"]["equal"] is True
         assert row["patched_ratio"] > 0 and row["patched"]["first_s"] > 0
         assert row["patched"]["groups"] > 3 and row["patched"]["allocations"] < 5
+    rates = found["cases"]["patched"]["none/block+stream+disk/b1"]
+    assert rates["disk_bytes"] > found["weights"]["none"] and all(
+        rates[f"{kind}_gbs"] > 0 for kind in ("cold", "warm", "sequential_cold")
+    )
+    assert list(tmp_path.iterdir()) == []

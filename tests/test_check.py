@@ -26,14 +26,16 @@ def check(*arguments: str, prelude: str | None = None, status: int = 0) -> dict[
 
 
 def test_on_the_simulated_accelerator_only_the_patched_side_is_right() -> None:
-    found = check("--modes", "block+stream+low,leaf", prelude="load_simulated")
+    found = check("--modes", "block+stream+low,leaf,leaf+stream+disk", prelude="load_simulated")
     rows = {(row["weights"], row["mode"]): row for row in found["rows"]}
-    assert len(rows) == 6 and found["right"] and found["accelerator"].startswith("npu")
+    assert len(rows) == 9 and found["right"] and found["accelerator"].startswith("npu")
     assert all(row["patched"]["verdict"] == "ok" and row["patched"]["left"] == 0 for row in rows.values())
     assert "cannot pin" in rows["torchao-int8", "block+stream+low"]["unpatched"]["verdict"]
     assert rows["torchao-int8", "block+stream+low"]["unpatched"]["left"] > 0
     assert rows["quanto-qint8", "leaf"]["unpatched"]["state"] == "error"
     assert rows["plain", "leaf"]["unpatched"]["verdict"] == "ok"
+    assert rows["torchao-int8", "leaf+stream+disk"]["unpatched"]["state"] == "error"
+    assert rows["torchao-int8", "leaf+stream+disk"]["patched"]["verdict"] == "ok"
 
 
 def test_without_an_accelerator_the_rest_is_run_for_real() -> None:
@@ -68,7 +70,7 @@ def test_wrong_arguments_name_the_right_ones(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_mode_has_a_name() -> None:
-    assert len(cases.MODES) == 8 and sum(map(cases.streamed, cases.MODES)) == 6
+    assert len(cases.MODES) == 11 and sum(map(cases.streamed, cases.MODES)) == 8 and sum(map(cases.on_disk, cases.MODES)) == 3
     assert cases.chosen("leaf, block,leaf", cases.MODES) == ["leaf", "block"]
     assert cases.grid(["plain"], ["leaf", "block"]) == [Case("plain", "leaf"), Case("plain", "block")]
 

@@ -11,6 +11,7 @@ from fresh import run
 from overlays import RELEASES
 
 SCENES = """
+import tempfile
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -144,7 +145,27 @@ def on_device_first():
     enable(net)
     return net.blocks[1].lin.weight._data.device.type != "cpu"
 
+def disk(folder=None):
+    return {"use_stream": False, "offload_to_disk_path": folder or tempfile.mkdtemp()}
+
+def used_folder(keep):
+    options = disk()
+    torch.manual_seed(1)
+    keep.append(enable(model(), **options))
+    return options
+
+def placeholders():
+    net = model()
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    enable(net, **disk())
+    return not all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+
 SCENE = {
+    "D1": lambda: (kept := []) is None or differs(model, **used_folder(kept)),
+    "D2": lambda: differs(model, **used_folder([])),
+    "D4": placeholders,
+    "D5": lambda: is_refused_by(torchao, lambda make: enable(make(), **disk())),
+    "D6": lambda: differs(quanto, **disk()),
     "G3": lambda: ran(model).count.device.type != "cpu",
     "G5": lambda: ran(partial(model, Refusing), use_stream=False).lin.weight.device.type != "cpu",
     "G6": lambda: differs(model, change=double),
@@ -167,6 +188,11 @@ found = versions.installed("diffusers")
 if versions.within(found, "<0.38"):
     # What happens to torchao's weights here, after they have failed, is another bug: Q10.
     SCENE = {name: scene for name, scene in SCENE.items() if name in ("Q1", "Q6", "Q13") or name[0] != "Q"}
+
+    SCENE.pop("D5", None)
+
+if versions.within(found, "<0.34"):
+    SCENE = {name: scene for name, scene in SCENE.items() if name[0] != "D"}
 
 if versions.within(found, "<0.35"):
     del SCENE["G22"]  # G23 shows in it

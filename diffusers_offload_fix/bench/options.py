@@ -33,6 +33,10 @@ MODES: dict[str, dict[str, Any]] = {
     "block": {"offload_type": "block_level", "num_blocks_per_group": 1},
     "leaf": {"offload_type": "leaf_level"},
 }
+#: The same with the weights in files; the folder is added when a case runs.
+DISK_MODES: dict[str, dict[str, Any]] = {f"{name}+disk": MODES[name] for name in ("block+stream", "leaf+stream", "block")}
+DEFAULT_MODES = (*MODES, "block+stream+disk")
+MODES |= DISK_MODES
 #: Number of blocks of each model; about 7 GiB in bfloat16.
 BLOCKS = {"flux": (6, 12), "wan": (10,)}
 HEADS = {"flux": 24, "wan": 40}
@@ -58,7 +62,7 @@ class Options:
     tokens: int = 4096
     text: int = 512
     batches: tuple[int, ...] = (1,)
-    modes: tuple[str, ...] = tuple(MODES)
+    modes: tuple[str, ...] = DEFAULT_MODES
     variants: tuple[str, ...] = VARIANTS
     compile: str = "none"
     warmups: int = 3
@@ -69,6 +73,7 @@ class Options:
     device: str = "auto"
     timeline: bool = False
     targets: bool = False
+    folder: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", choices=sorted(BLOCKS), default="flux", help="random weights of real widths")
     made.add_argument("--quant", help=f"weights, from {', '.join(QUANTS)}; one kind, or several with commas between them")
     made.add_argument("--batch", default="1", help="batch size, or several with commas between them")
-    made.add_argument("--modes", default=",".join(MODES), help=f"from {', '.join(MODES)}")
+    made.add_argument("--modes", default=",".join(DEFAULT_MODES), help=f"from {', '.join(MODES)}")
     made.add_argument("--variants", default=",".join(VARIANTS), help=f"from {', '.join(VARIANTS)}")
     made.add_argument("--blocks", help='number of blocks, as "6,12" for flux or "10" for wan')
     made.add_argument("--heads", type=int, help="attention heads of 128, which set the width")
@@ -129,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--bus-mib", type=int, default=1024, help="size of the copies that measure the bus")
     made.add_argument("--time-limit", type=float, default=560, help="seconds; what is left then is not run")
     made.add_argument("--device", default="auto", help="the accelerator, if not the one that torch names")
+    made.add_argument("--folder", help="where the disk modes put their files (the folder for temporary files)")
     made.add_argument("--plugin", metavar="MODULE", help="a module to import first, for devices outside torch")
     made.add_argument("--json", action="store_true", help="print JSON instead of the table")
     made.add_argument("--plot", type=Path, metavar="FILE.png", help="draw bars and a timeline; needs matplotlib")
@@ -161,6 +167,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         plugin=arguments.plugin,
         device=arguments.device,
         targets=arguments.targets,
+        folder=arguments.folder,
     )
 
 

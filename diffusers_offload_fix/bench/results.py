@@ -51,14 +51,14 @@ def _subtract_resident(cases: dict[str, Any]) -> None:
                     case[figure] = max(0, case[figure] - own[figure])
 
 
-def floor_ms(resident_ms: float | None, weights: int, bus: dict[str, float], low: bool) -> float | None:
+def floor_ms(resident_ms: float | None, weights: int, bus: dict[str, float], low: bool, disk_gbs: float | None = None) -> float | None:
     """The time that no offloading can beat: compute, or getting every weight over, whichever is longer.
 
-    With `low_cpu_mem_usage` the weights also have to be copied into pinned memory first.
+    With `low_cpu_mem_usage` the weights also have to be copied into pinned memory first, from a disk they have to be read (`disk_gbs`).
     """
     if resident_ms is None or not bus:
         return None
-    rates = [bus["pinned_gbs"], *([bus["memcpy_gbs"]] if low else [])]
+    rates = [bus["pinned_gbs"], *([bus["memcpy_gbs"]] if low else []), *([disk_gbs] if disk_gbs else [])]
     return max(resident_ms, *(weights / rate / 1e6 for rate in rates))
 
 
@@ -69,7 +69,8 @@ def rows(merged: dict[str, Any], pairs: list[tuple[str, str, int]]) -> list[dict
     for quant, mode, batch in pairs:
         resident = cases.get("resident", {}).get(name(quant, "resident", batch), {}).get("ms")
         low = bool(MODES[mode].get("low_cpu_mem_usage"))
-        floor = floor_ms(resident, merged["weights"].get(quant, 0), merged["bus"], low)
+        files = cases.get("patched", {}).get(name(quant, mode, batch), {}).get("sequential_warm_gbs")
+        floor = floor_ms(resident, merged["weights"].get(quant, 0), merged["bus"], low, files)
         row: dict[str, Any] = {"quant": quant, "mode": mode, "batch": batch, "resident_ms": resident, "floor_ms": floor}
         row["weights"] = merged["weights"].get(quant)
         for variant in ("unpatched", "patched"):
@@ -91,7 +92,7 @@ def is_good(merged: dict[str, Any]) -> bool:
 
 def report(merged: dict[str, Any]) -> str:
     """The head, the tables, and what failed."""
-    parts = [_head(merged), table(merged["rows"]), counts_table(merged["rows"])]
+    parts = [_head(merged), table(merged["rows"]), counts_table(merged["rows"]), _drives(merged)]
     if merged.get("targets"):
         parts.append(markdown(*targets.table(merged["targets"])))
     return "\n\n".join(part for part in (*parts, _faults(merged)) if part)
@@ -187,6 +188,17 @@ def _pair(row: dict[str, Any], figure_name: str, unit: float, form: str) -> str:
 def _equal(case: dict[str, Any] | None) -> str:
     equal = (case or {}).get("equal")
     return "-" if equal is None else "yes" if equal else "NO"
+
+
+def _drives(merged: dict[str, Any]) -> str:
+    """What the disk modes read, beside what one thread reads from the same files in order."""
+    lines = []
+    for variant, cases in merged["cases"].items():
+        for key, case in cases.items():
+            for cache in ("cold", "warm") if case.get("disk_bytes") else ():
+                rate, whole = case[f"{cache}_gbs"], case[f"sequential_{cache}_gbs"]
+                lines.append(f"{variant} {key}, {cache} cache: {rate:.2f} GB/s of {whole:.2f} in order ({rate / whole:.0%})")
+    return "\n".join(lines)
 
 
 def _faults(merged: dict[str, Any]) -> str:

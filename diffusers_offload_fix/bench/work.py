@@ -6,13 +6,16 @@ on its last line.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ import torch
 from diffusers_offload_fix import backend, versions
 
 from . import build, counts, host
-from .options import MODES, Options
+from .drive import Drive
+from .options import DISK_MODES, MODES, Options
 from .parent import CASE, STEP
 from .results import name
 from .timeline import record
@@ -62,24 +66,37 @@ class Worker:
 
     def _mode(self, quant: str, mode: str, batches: list[int]) -> None:
         """One way of offloading, for every batch size."""
+        with self._folder(mode) as folder:
+            self._cases(quant, mode, batches, folder)
+
+    @contextlib.contextmanager
+    def _folder(self, mode: str) -> Iterator[Path | None]:
+        """A folder of its own for a mode that needs one."""
+        if mode not in DISK_MODES:
+            yield None
+            return
+        with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=self.options.folder) as folder:
+            yield Path(folder)
+
+    def _cases(self, quant: str, mode: str, batches: list[int], folder: Path | None) -> None:
         say(STEP, f"{quant} {mode}: builds the model")
         model = build.model(self.options, quant, self.device)
         self.weights[quant] = build.weight_bytes(model)
         host.release(self.device)
         # Inputs are in the device's figures; what earlier cases left behind is not.
         self.base = host.allocated(self.device)
-        figures = self._enable(model, quant, mode)
+        figures = self._enable(model, quant, mode, folder)
         _compile(model, self.options.compile)
         for batch in batches:
             say(STEP, f"{quant} {mode}, batch {batch}")
-            case = {**figures, **self._forwards(model, quant, mode, batch)}
+            case = {**figures, **self._forwards(model, quant, mode, batch, folder)}
             self._keep(name(quant, mode, batch), case)
 
-    def _enable(self, model: Any, quant: str, mode: str) -> dict[str, Any]:
+    def _enable(self, model: Any, quant: str, mode: str, folder: Path | None) -> dict[str, Any]:
         """Enables offloading (or moves the model), and says what that took."""
         pinned, start = host.pinned_bytes(self.device), time.perf_counter()
         with host.HostMemory() as memory:
-            self._offload(model, mode)
+            self._offload(model, mode, folder)
             host.synchronize(self.device)
             seconds = time.perf_counter() - start
         weights = self.weights[quant]
@@ -92,20 +109,23 @@ class Worker:
             "pinned": host.pinned_bytes(self.device) - pinned,
         }
 
-    def _offload(self, model: Any, mode: str) -> None:
+    def _offload(self, model: Any, mode: str, folder: Path | None) -> None:
         if mode == "resident":
             model.to(self.device)
         else:
             hooks = importlib.import_module("diffusers.hooks")
-            hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode])
+            disk = {} if folder is None else {"offload_to_disk_path": str(folder)}
+            hooks.apply_group_offloading(model, onload_device=self.device, **MODES[mode], **disk)
 
-    def _forwards(self, model: Any, quant: str, mode: str, batch: int) -> dict[str, Any]:
+    def _forwards(self, model: Any, quant: str, mode: str, batch: int, folder: Path | None) -> dict[str, Any]:
         arguments = build.inputs(self.options, batch, self.device)
         with torch.no_grad():
             found = self._timed(model, arguments)
             outputs = found.pop("outputs")
             if found["ms"] < 1000 * SLOW:
                 found |= counts.of_forward(lambda: model(**arguments), self.device)
+            if folder is not None:
+                found |= Drive(folder).rates(lambda: 1000 * self._time(model, arguments)[0])
             if self.options.timeline and mode != "resident":
                 found["timeline"] = record(lambda: model(**arguments), self.device)
         # Again after the forwards: staging buffers and copies that are made late are in it.

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"check needs {', '.join(missing)}: pip install 'diffusers-offload-fix[diffusers]' torch\n")
         return 1
     wanted = grid(options.weights, options.modes)
-    sides = [Side(patched, options.device, options.timeout) for patched in (False, True)]
+    sides = [Side(patched, options.device, options.timeout, options.folder) for patched in (False, True)]
     _run(sides, wanted, options.fail_fast)
     rows = [table.Row(case, *(side.results.get(case) for side in sides)) for case in wanted]
     return _conclude(sides, rows, options.json)
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="where to run, for example cuda:1 (default: the accelerator, or cpu)")
     parser.add_argument("--weights", type=_names(WEIGHTS), default=list(WEIGHTS), metavar="NAME,NAME", help=", ".join(WEIGHTS))
     parser.add_argument("--modes", type=_names(MODES), default=list(MODES), metavar="NAME,NAME", help=", ".join(MODES))
+    parser.add_argument("--folder", help="where the disk modes put their files (default: the folder for temporary files)")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="time limit of a case (300)")
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first case that is wrong with the plugin")
     return parser

@@ -9,6 +9,10 @@ from typing import Any
 WEIGHTS: dict[str, str | None] = {"plain": None, "torchao-int8": "torchao", "quanto-qint8": "optimum.quanto"}
 
 
+#: The end of the name of a mode whose weights are in files; the folder is added when a case runs.
+DISK = "+disk"
+
+
 def _modes() -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {
         "": {},
@@ -20,7 +24,8 @@ def _modes() -> dict[str, dict[str, Any]]:
         "block": {"offload_type": "block_level", "num_blocks_per_group": 1},
         "leaf": {"offload_type": "leaf_level"},
     }
-    return {kind + way: {**base, **extra} for kind, base in kinds.items() for way, extra in ways.items()}
+    found = {kind + way: {**base, **extra} for kind, base in kinds.items() for way, extra in ways.items()}
+    return {**found, **{name + DISK: found[name] for name in ("block", "block+stream", "leaf+stream")}}
 
 
 #: Arguments of `enable_group_offload`, by name.
@@ -30,6 +35,11 @@ MODES: dict[str, dict[str, Any]] = _modes()
 def streamed(mode: str) -> bool:
     """True for a mode that needs an accelerator with streams."""
     return bool(MODES[mode].get("use_stream"))
+
+
+def on_disk(mode: str) -> bool:
+    """True for a mode that needs a folder."""
+    return mode.endswith(DISK)
 
 
 @dataclass(frozen=True)

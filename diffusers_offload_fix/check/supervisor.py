@@ -29,8 +29,8 @@ class Side:
         results: the outcome of each case that is done.
     """
 
-    def __init__(self, patched: bool, device: str | None, timeout: float) -> None:
-        self.patched, self.device, self.timeout = patched, device, timeout
+    def __init__(self, patched: bool, device: str | None, timeout: float, folder: str | None = None) -> None:
+        self.patched, self.device, self.timeout, self.folder = patched, device, timeout, folder
         self.hello: Message = {}
         self.results: dict[Case, Message] = {}
 
@@ -61,7 +61,7 @@ class Side:
                 yield case, failed
 
     def _command(self, cases: list[Case]) -> list[str]:
-        request = {"device": self.device, "cases": [[case.weights, case.mode] for case in cases]}
+        request = {"device": self.device, "folder": self.folder, "cases": [[case.weights, case.mode] for case in cases]}
         return [sys.executable, "-m", "diffusers_offload_fix.check.worker", json.dumps(request)]
 
     def _environment(self) -> dict[str, str]:

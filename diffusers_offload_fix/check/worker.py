@@ -11,11 +11,12 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 from typing import Any
 
-from diffusers_offload_fix.check.cases import MODES, WEIGHTS, streamed
+from diffusers_offload_fix.check.cases import MODES, WEIGHTS, on_disk, streamed
 
 MARK = "@check "
 PRELUDE = "DIFFUSERS_OFFLOAD_FIX_CHECK_PRELUDE"
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     request = json.loads(argv[0])
     _prelude()
     warnings.simplefilter("ignore")
-    worker = Worker(request.get("device"))
+    worker = Worker(request.get("device"), request.get("folder"))
     _say("hello", **worker.describe())
     for weights, mode in request["cases"]:
         _say("done", weights=weights, mode=mode, **worker.run(weights, mode))
@@ -51,7 +52,7 @@ def _say(what: str, **fields: Any) -> None:
 class Worker:
     """Runs cases on one device; a resident pipeline of each kind of weights gives the outputs to compare with."""
 
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: str | None, folder: str | None = None) -> None:
         import torch
 
         from diffusers_offload_fix import backend
@@ -62,6 +63,7 @@ class Worker:
         self.device = backend.resolve(device or _default_device(torch))
         self.accelerated = self.device.type != "cpu"
         self._wanted: dict[str, list[Any]] = {}
+        self._folder = folder
 
     def describe(self) -> dict[str, Any]:
         """The device, and what keeps the plugin from being applied."""
@@ -88,7 +90,8 @@ class Worker:
             wanted = self._resident(weights)
         except Exception as error:
             return {"state": "skipped", "detail": f"does not run resident: {_brief(error)}"}
-        found = self._offloaded(weights, mode, wanted)
+        with tempfile.TemporaryDirectory(prefix="offload-check-", dir=self._folder) as folder:
+            found = self._offloaded(weights, mode, wanted, folder)
         return {**found, "seconds": round(time.perf_counter() - start, 3)}
 
     def _obstacle(self, weights: str, mode: str) -> str | None:
@@ -116,13 +119,14 @@ class Worker:
         pipe.vae.to(self.device)
         return pipe
 
-    def _offloaded(self, weights: str, mode: str, wanted: list[Any]) -> dict[str, Any]:
+    def _offloaded(self, weights: str, mode: str, wanted: list[Any], folder: str) -> dict[str, Any]:
         pipe = self._build(weights)
         gc.collect()
         live, pinned = self.live_bytes(), self.pinned_bytes()
         found: dict[str, Any] = {"state": "ran", "equal": True, "passes": 0}
         try:
-            pipe.transformer.enable_group_offload(self.device, **MODES[mode])
+            disk = {"offload_to_disk_path": folder} if on_disk(mode) else {}
+            pipe.transformer.enable_group_offload(self.device, **MODES[mode], **disk)
             for seed, image in enumerate(wanted):
                 got = self.pipeline.call(pipe, self.device, seed)
                 found["equal"] = bool(found["equal"] and self.torch.equal(got, image))

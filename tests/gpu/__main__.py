@@ -55,12 +55,14 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
 
 def modes(options: argparse.Namespace) -> list[Any]:
     """The modes that were asked for."""
-    from tests.cells import MODES
+    from tests.cells import DISK_MODES, MODES, mode_of
 
-    unknown = [name for name in parts(options.modes) if name not in MODES]
+    known = [*MODES, *DISK_MODES]
+    names = [name for part in parts(options.modes) for name in (DISK_MODES if part == "disk" else (part,))]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"unknown modes {', '.join(unknown)}: use {', '.join(MODES)}")
-    return [MODES[name] for name in parts(options.modes) or MODES]
+        raise SystemExit(f"unknown modes {', '.join(unknown)}: use {', '.join(known)}, or disk for all that have it in their names")
+    return [mode_of(name) for name in names or MODES]
 
 
 def main(argv: list[str]) -> int:
