@@ -131,13 +131,15 @@ class File:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
+        _check_links(folder)
         try:
             os.makedirs(folder, exist_ok=True)
             self.fd: int | None = _nameless(folder)
         except OSError as error:
             raise failure(folder, "no file can be made there", error) from error
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._close = weakref.finalize(self, _close, self.fd)
         self._close.atexit = False
 

@@ -36,8 +36,8 @@ logger = logging.getLogger("diffusers_offload_fix")
 
 #: Bytes that are read at a time where there is no staging ring.
 PIECE = 32 * 2**20
-#: Room in the head of a file for one tensor.
-HEAD = 8192
+#: Room in the head of a file for one leaf.
+HEAD = 1024
 #: A home is made anew when more than this share of it, and more than this many bytes, were written to by somebody.
 WORN_SHARE = 8
 WORN_BYTES = 2**20
@@ -183,6 +183,11 @@ def _nbytes(unit: Unit) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
+def _leaf_room(unit: Unit) -> int:
+    # The form for the device may have other leaves than the tensor, and both are written.
+    return sum(4 + 4 * len(Tree(entry.tensor, entry.owner).leaves) for entry in unit.entries)
+
+
 class _Writer:
     """Writes the file of some units."""
 
@@ -190,7 +195,7 @@ class _Writer:
         assert units[0].folder is not None
         self._units = units
         self._file = File(units[0].folder)
-        self._start = self._offset = _page(HEAD * (8 + sum(len(unit.entries) for unit in units)))
+        self._start = self._offset = _page(HEAD * (8 + sum(map(_leaf_room, units))))
         self._head = Head()
         self._told = False
 

@@ -232,6 +232,7 @@ class Cell:
         """Bytes that `low_cpu_mem_usage` may keep pinned: staging for three of the largest groups, never the weights."""
         modules = [*self.model.children(), *getattr(self.model, "blocks", ())]
         tensors = [[*module.parameters(), *module.buffers()] for module in modules]
+        tensors.append([*self.model.parameters(recurse=False), *self.model.buffers(recurse=False)])
         sizes = [sum(leaf.nbytes for t in group for _, leaf in contract.leaves(t)) for group in tensors]
         # Alignment can double a tensor of this size.
         return 3 * 2 * max(sizes, default=0)

@@ -14,11 +14,12 @@ from tests import cells, simulated
 from tests.kinds.catalogue import KINDS
 
 FULL = bool(os.environ.get("DIFFUSERS_OFFLOAD_FIX_FULL"))
+#: bitsandbytes compiles its kernels for the CPU first, which takes longer than all of these together.
 FEW = (
     *("plain-bfloat16", "plain-odd-sizes", "plain-expanded", "plain-strided", "plain-shared-storage", "plain-batch-norm"),
     *("plain-tied-neighbours", "plain-tied-root", "plain-tied-buffers", "plain-changing-buffers"),
     *("own-nested", "own-repack-class", "own-repack-bytes", "torchao-int8wo", "torchao-intx-int4", "torchao-nf4"),
-    *("quanto-qint8", "quanto-qint4-tinygemm", "bnb-nf4-double", "bnb-int8", "gguf-q4_0", "dtensor-shard"),
+    *("quanto-qint8", "quanto-qint4-tinygemm", "own-attributes", "own-slots", "gguf-q4_0", "dtensor-shard"),
 )
 TELLING = ("block2+disk", "leaf+stream+record+disk")
 PLAIN = "plain-bfloat16"

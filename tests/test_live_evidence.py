@@ -219,6 +219,7 @@ print(sum(before.values()))
 """
 
 DEACTIVATION = """
+import tempfile
 import sim
 sim.load()
 import torch
@@ -246,6 +247,7 @@ def check(net, x, expected):
 x = torch.linspace(0, 1, 8).reshape(1, 8)
 modes = [{}, {"use_stream": True}]
 modes += [{"use_stream": True, option: True} for option in ("low_cpu_mem_usage", "record_stream")]
+modes += [{"offload_to_disk_path": tempfile.mkdtemp(), "use_stream": use} for use in (False, True)]
 for options in modes:
     for runs_before in (False, True):
         diffusers_offload_fix.activate()
