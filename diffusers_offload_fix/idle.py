@@ -1,15 +1,20 @@
 """Device memory that is kept between the forwards of a loop, and who gives it back.
 
 A denoising loop calls one model again and again. Between two calls its lane keeps the device slots and has the first groups of the
-next call copied ahead. They are given back as soon as another group-offloaded model runs on the device, or when the loop has
-paused for `PAUSE` seconds.
+next call copied ahead. They are given back when the loop ends, as soon as another group-offloaded model runs on the device, and when
+the loop pauses for `PAUSE` seconds.
+
+Only a pipeline's own loop counts (`loops` patches its progress bar). Around a call that somebody makes by hand nothing is kept: a
+weight may be changed through `.data` there, which leaves no trace that could tell that a copy made before is stale.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +22,44 @@ import torch
 if TYPE_CHECKING:
     from .lane import Lane
 
-#: Seconds between two forwards above which they do not belong to one loop.
+#: Seconds after which a loop that runs no forward keeps nothing any more.
 PAUSE = 0.5
 
 _guard = threading.Lock()
 _resting: weakref.WeakSet[Lane] = weakref.WeakSet()
 _watcher: threading.Thread | None = None
+#: How many loops there are at this moment, in whichever threads.
+_open = 0
+
+
+def in_loop() -> bool:
+    """True while some loop runs."""
+    return _open > 0
+
+
+def begin_loop() -> None:
+    """A loop begins."""
+    global _open
+    with _guard:
+        _open += 1
+
+
+def end_loop() -> None:
+    """A loop ends: what lanes kept for it is given back at once."""
+    global _open
+    with _guard:
+        _open -= 1
+    clear()
+
+
+@contextlib.contextmanager
+def loop() -> Iterator[None]:
+    """Marks a loop over forwards between which no weight is changed, other than by operations that torch counts."""
+    begin_loop()
+    try:
+        yield
+    finally:
+        end_loop()
 
 
 def rest(lane: Lane) -> None:

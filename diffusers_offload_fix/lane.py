@@ -51,9 +51,8 @@ class Lane:
         groups: the groups that use the lane.
         active: the groups that are on the device, in the order in which they were entered.
         changed: True if units came or went since the arena was made.
-        looping: True while forwards follow one another without a pause: then slots outlive a forward.
-        ended: when the last forward ended, in seconds of `time.monotonic()`.
-        rested: when the last group was left, likewise.
+        looping: True in a forward that belongs to a loop (see `idle`): then slots outlive it.
+        rested: when the last group was left, in seconds of `time.monotonic()`.
     """
 
     def __init__(self, device: torch.device, stream: Any, given: Any = None) -> None:
@@ -66,7 +65,7 @@ class Lane:
         self.changed = True
         self.active: dict[GroupState, None] = {}
         self.looping = False
-        self.ended = self.rested = float("-inf")
+        self.rested = float("-inf")
         self.transfer = Transfer(device, stream)
         self._streams = self.transfer.streams
         self._between = True
@@ -82,7 +81,7 @@ class Lane:
         """Before the first group of a forward."""
         if self._between:
             self._between = False
-            self.looping = self.stream is not None and time.monotonic() - self.ended < idle.PAUSE
+            self.looping = self.stream is not None and idle.in_loop()
             idle.make_way(self)
             if self.looping:
                 # Not at the end of the forward before: whoever waits for the device there would wait for this copy too.
@@ -164,20 +163,16 @@ class Lane:
     def end(self) -> None:
         """After the last group of a forward, or between two where none is active: nothing is bound.
 
-        The host waits for the last copy of the forward here, once: a weight that is changed in place right after a forward must not be
-        changed under a copy that the forward still reads. A copy that was made ahead is made again if its weight changes.
+        Outside a loop the host waits for the last copy of the forward here, once: a weight that is changed in place right after a
+        forward must not be changed under a copy that the forward still reads. In a loop the next forward comes first.
         """
         if self.order.ended():
             self._between = True
-            self.ended = time.monotonic()
         keeps = self.looping or not self._between
         if not keeps:
             self.finish()
         elif not self._between:
             self.prefetch()
-        if self._between:
-            wait_for(self._read)
-            self._read = []
         if keeps or self.transfer.busy:
             self.rested = time.monotonic()
             idle.rest(self)
@@ -190,6 +185,8 @@ class Lane:
             self.drop(unit)
         if self._arena is not None and not self._arena.taken:
             self._arena.release()
+        wait_for(self._read)
+        self._read = []
 
     def clear(self, wait: bool = True) -> bool:
         """Takes everything off the device and ends the threads, unless a forward runs; False then.
@@ -203,7 +200,7 @@ class Lane:
             if self.active:
                 return False
             self.finish()
-            self._between, self.looping, self.ended = True, False, float("-inf")
+            self._between, self.looping = True, False
             self.transfer.close()
         finally:
             self.lock.release()

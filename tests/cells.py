@@ -156,8 +156,11 @@ class Cell:
         """Runs everything that the contract asks of a cell."""
         self.setting.enable(self.model, self.device, self.mode)
         self.at_rest("after enabling")
-        for index in range(PASSES):
-            self.forward(f"pass {index + 1}", between=index < PASSES - 1)
+        with idle.loop():
+            for index in range(PASSES - 1):
+                self.forward(f"pass {index + 1}", between=True)
+        self.at_rest("after a loop")
+        self.forward(f"pass {PASSES}")
         if hasattr(self.model, "fail_at"):
             self.interrupted()
         if hasattr(self.model, "plan"):
@@ -212,8 +215,6 @@ class Cell:
 
     def kept(self, between: bool) -> int:
         """Bytes of device memory that are kept and must not be: between the forwards of a loop slots may stay, and nothing else."""
-        if not between:
-            idle.clear()
         extra = self.setting.live_bytes() - self.before
         allowed = self.slot_allowance() if between and self.mode.streamed else 0
         return extra if extra > allowed else 0
@@ -267,9 +268,11 @@ class Cell:
         """Other orders of the blocks than the one that was learnt."""
         if "buffers" in self.kind.tags:
             return
-        for plan in PLANS:
-            self.model.plan = self.expected.plan = plan
-            self.forward(f"order {plan}", between=plan is not None)
+        with idle.loop():
+            for plan in PLANS:
+                self.model.plan = self.expected.plan = plan
+                self.forward(f"order {plan}", between=True)
+        self.at_rest("after a loop over orders")
 
     def close(self) -> None:
         """Lets go of the models."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusers_offload_fix import files, homes, lane, pages, staging
+from diffusers_offload_fix import files, homes, transfer, pages, staging
 from tests import cells, simulated
 from tests.kinds.catalogue import KINDS
 
@@ -49,7 +49,7 @@ def test_cell(name: str, place: str, mode: str, npu: torch.device) -> None:
 @pytest.mark.parametrize("name", ["plain-bfloat16", "plain-tied-root", "torchao-int8wo", "quanto-qint8"])
 def test_cell_in_small_pieces(name: str, mode: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are smaller than a piece: with small ones their weights are written and pass through in many."""
-    for module, limit in ((lane, "CHUNK"), (staging, "CHUNK"), (files, "PIECE")):
+    for module, limit in ((transfer, "CHUNK"), (staging, "CHUNK"), (files, "PIECE")):
         monkeypatch.setattr(module, limit, 4096)
     assert cells.run(name, cells.DISK_MODES[mode], simulated.setting()) == []
 
@@ -62,7 +62,7 @@ def test_cell_on_a_system_that_does_not_help(lost: str, npu: torch.device, monke
     elif lost == "cache":
         monkeypatch.setattr(pages, "cached", lambda address, offsets: False)
     else:
-        monkeypatch.setattr(lane.Lane, "_make_ring", lambda self, largest: None)
+        monkeypatch.setattr(transfer.Transfer, "_make_ring", lambda self, largest, is_file: None)
         monkeypatch.setattr(homes, "_warned", {"pin"})
     for name in ("plain-bfloat16", "own-repack-class"):
         assert cells.run(name, cells.DISK_MODES["leaf+stream+disk"], simulated.setting()) == []

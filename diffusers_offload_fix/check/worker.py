@@ -136,8 +136,6 @@ class Worker:
         kept = pipe.transformer, pipe.vae
         del pipe  # its scheduler has a few numbers on the device
         gc.collect()
-        # What a loop keeps is given back by itself a moment later.
-        importlib.import_module("diffusers_offload_fix.idle").clear()
         if self.accelerated:
             with contextlib.suppress(RuntimeError):
                 found["left"] = max(0, self.live_bytes() - live)
