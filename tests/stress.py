@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusers_offload_fix import backend, lane
+from diffusers_offload_fix import backend, idle, lane
 from tests.kinds import contract
 from tests.kinds.models import fill, make_input
 
@@ -125,7 +125,7 @@ def run(quant: str, way: str, device: torch.device, enable: Enable, pause: Pause
     for block in model.blocks:
         block.pause = pause
     faults = []
-    with torch.no_grad(), held_up(pause):
+    with torch.no_grad(), held_up(pause), idle.loop():
         enable(model, device, **WAYS[way])
         for number in range(rounds):
             model.plan = resident.plan = plan(chance)
