@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from . import mover
+from . import _startup, applying, mover
 from .groups import ATTRIBUTE, GroupState, group_hooks, state_of
+from .inputs import send
 from .patcher import Patch
 
 Function = Callable[..., Any]
@@ -36,6 +38,7 @@ def _init(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[
     if getattr(instance, "offload_to_disk_path", None) is None:
         setattr(instance, ATTRIBUTE, GroupState(instance))
         _live.add(instance)
+    applying.note(instance)
 
 
 def _init_cpu_param_dict(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +75,7 @@ def _pre_forward(original: Function) -> Function:
         if state is None:
             return original(self, module, *args, **kwargs)
         # Inputs first: if they do not fit on the device, the group is not left there.
-        args, kwargs = _send(args, state, ()), _send(kwargs, state, _excluded(self))
+        args, kwargs = send(args, state), send(kwargs, state, _excluded(self))
         _enter(state, (args, kwargs))
         return args, kwargs
 
@@ -81,16 +84,6 @@ def _pre_forward(original: Function) -> Function:
 
 def _excluded(hook: Any) -> Any:
     return getattr(getattr(hook, "config", None), "exclude_kwargs", None) or ()
-
-
-def _send(inputs: Any, state: GroupState, excluded: Any) -> Any:
-    # Looked up late: accelerate is optional for diffusers, though not for group offloading.
-    from accelerate.utils import send_to_device
-
-    if not excluded:
-        return send_to_device(inputs, state.device, non_blocking=state.non_blocking)
-    moved = {name: value for name, value in inputs.items() if name not in excluded}
-    return {**inputs, **send_to_device(moved, state.device, non_blocking=state.non_blocking)}
 
 
 def _new_forward(original: Function | None) -> Function:
@@ -220,6 +213,17 @@ def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
+def _block_level(original: Function) -> Function:
+    def apply(module: torch.nn.Module, **arguments: Any) -> None:
+        applying.Builder(sys.modules[_startup.TARGET], arguments).build(module)
+
+    return applying.replaced(apply, original)
+
+
+def _leaf_level(original: Function) -> Function:
+    return applying.replaced(original, original)
+
+
 def release() -> None:
     """Makes live groups independent of the class patches, so that they keep working once these are gone."""
     for group in list(_live):
@@ -240,4 +244,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("GroupOffloadingHook.initialize_hook", "mover", "replace", _initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.initialize_hook", "mover", "replace", _lazy_initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
+    Patch("_apply_group_offloading_block_level", "mover", "replace", _block_level, ("module",)),
+    Patch("_apply_group_offloading_leaf_level", "mover", "replace", _leaf_level, ("module",)),
 )

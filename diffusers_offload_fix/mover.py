@@ -49,6 +49,17 @@ def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> Non
             offload(lane, state)
 
 
+def release(state: GroupState) -> None:
+    """Takes the group off the device, whichever of its modules brought it."""
+    lane = state.lane
+    if state.passive or lane is None:
+        return
+    with quiet(), lane.lock:
+        state.running = 0
+        if state.active:
+            offload(lane, state)
+
+
 def abandon(state: GroupState) -> None:
     """After an exception: takes the group, and every group that was entered inside it, off the device."""
     lane = state.lane

@@ -117,6 +117,14 @@ class Unit:
             return False
         return all(binding.attached() for binding in self._asked)
 
+    def forget(self) -> None:
+        """Lets go of the home, of the bindings and of device memory: the unit's tensors have other memory now."""
+        for entry in self.entries:
+            entry.binding = entry.unit = None
+        self.entries, self._bindings, self._home, self.buffer, self.lane = [], [], None, None, None
+        self._views.clear()
+        self._outers, self._host_leaves, self._host_inner, self._counted, self._asked, self._leaf_lists = [], [], [], [], [], []
+
     def stamp(self) -> list[int]:
         """The offloaded tensors' in-place change counters: bytes that were copied under other counters are stale."""
         return versions(self._counted)
