@@ -17,7 +17,7 @@ import torch
 
 from . import members
 from .blocks import Plan, plan
-from .groups import state_of, unique
+from .groups import state_of
 from .removal import holdings, is_hooked, restore, retire, take_off
 from .unhook import applications
 

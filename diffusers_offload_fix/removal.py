@@ -145,7 +145,7 @@ def is_lent(leaf: Tensor, unit: Unit | None) -> bool:
     """True for a host tensor in memory that is not its own: a slab's, or pinned memory."""
     if leaf.device.type != "cpu" or not leaf.numel():
         return False
-    return (unit is not None and unit.home.holds(leaf)) or backend.is_pinned_here(leaf) or leaf.is_pinned()
+    return (unit is not None and unit.lends(leaf)) or backend.is_pinned_here(leaf) or leaf.is_pinned()
 
 
 def own(leaves: list[Tensor]) -> None:

@@ -123,7 +123,12 @@ class Unit:
             entry.binding = entry.unit = None
         self.entries, self._bindings, self._home, self.buffer, self.lane = [], [], None, None, None
         self._views.clear()
-        self._outers, self._host_leaves, self._host_inner, self._counted, self._asked, self._leaf_lists = [], [], [], [], [], []
+        for name in ("_outers", "_host_leaves", "_host_inner", "_held", "_counted", "_asked", "_leaf_lists"):
+            self.__dict__.pop(name, None)
+
+    def lends(self, leaf: Tensor) -> bool:
+        """True if an offloaded tensor's leaf may lie in memory that belongs to the unit."""
+        return self._home is None or self._home.holds(leaf)
 
     def stamp(self) -> list[int]:
         """The offloaded tensors' in-place change counters: bytes that were copied under other counters are stale."""
