@@ -76,6 +76,7 @@ def target_loaded(module: ModuleType) -> None:
 def other_loaded(module: ModuleType) -> None:
     """Patch a module beside the target, if the target is there; if not, it is patched along with the target."""
     with _lock:
+        status.executed.add(module)
         main = status.target()
         if main is not None:
             _guarded(lambda: _apply(main, module.__name__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -48,14 +49,18 @@ class Status:
 
     @property
     def is_good(self) -> bool:
-        """Whether the bug is absent or cured."""
-        return self.state in GOOD
+        """Whether the bug is absent or cured, or will be as soon as the part of diffusers that has it is imported."""
+        return self.state in GOOD or (self.state is State.WAITING and target() is not None)
 
 
 Verdict = tuple[State, str]
 
 # Why a cure could not be installed. Only words for a state that the live classes show anyway.
 failures: dict[str, str] = {}
+
+
+# Modules whose code has run, although their import has not returned yet.
+executed: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 
 
 def target() -> ModuleType | None:
@@ -73,7 +78,8 @@ def loaded(name: str) -> ModuleType | None:
     """A module once it is loaded completely, else None."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
-    return None if getattr(spec, "_initializing", False) else module
+    is_running = getattr(spec, "_initializing", False) and module not in executed
+    return None if is_running else module
 
 
 def gate(module: ModuleType | None) -> Verdict | None:
