@@ -87,7 +87,7 @@ def _is_worth_it(module: torch.nn.Module, largest: int) -> bool:
 
 
 def _has_blocks(module: torch.nn.Module) -> bool:
-    return isinstance(module, LISTS) and sum(any(True for _ in child.parameters()) for child in module) > 1
+    return isinstance(module, LISTS) and sum(any(True for _ in child.parameters()) for child in module.children()) > 1
 
 
 def _nbytes(*modules: torch.nn.Module) -> int:
