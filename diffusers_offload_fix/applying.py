@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from . import members
+from . import entries, members
 from .blocks import Plan, plan
 from .groups import state_of
 from .removal import holdings, is_hooked, restore, retire, take_off
-from .unhook import applications
+from .unhook import applications, hook_of
 
 logger = logging.getLogger("diffusers_offload_fix")
 
@@ -38,12 +38,20 @@ class Application:
         before, _running.made = getattr(_running, "made", None), []
         try:
             self.apply(module, **self.arguments)
+            _watch_entries(module)
             applications[module] = self
         except BaseException:
             _undo(module, _running.made)
             raise
         finally:
             _running.made = before
+
+
+def _watch_entries(module: torch.nn.Module) -> None:
+    hook = hook_of(module)
+    state = None if hook is None else state_of(hook.group)
+    if state is not None:
+        entries.attach(state)
 
 
 #: `made`: the groups that the application under way in this thread has made.

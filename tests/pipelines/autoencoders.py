@@ -180,7 +180,9 @@ Use = Callable[[Any, torch.Tensor], torch.Tensor]
 def latent(output: Any) -> torch.Tensor:
     """The latent of whatever an `encode` returned."""
     distribution = getattr(output, "latent_dist", None)
-    found: torch.Tensor = distribution.mode() if distribution is not None else getattr(output, "latent", getattr(output, "latents", None))
+    found: torch.Tensor = (
+        distribution.mode() if distribution is not None else getattr(output, "latent", getattr(output, "latents", None))
+    )
     return found
 
 
