@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import _startup, applying, mover
+from . import _startup, applying, borrowed, mover
 from .groups import ATTRIBUTE, GroupState, group_hooks, state_of
 from .inputs import send
 from .patcher import Patch
@@ -30,6 +30,7 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 _enter = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
 _leave = torch.compiler.disable(mover.leave)  # type: ignore[no-untyped-call]
 _abandon = torch.compiler.disable(mover.abandon)  # type: ignore[no-untyped-call]
+_explain = torch.compiler.disable(borrowed.explain)  # type: ignore[no-untyped-call]
 _park = torch.compiler.disable(mover.park)  # type: ignore[no-untyped-call]
 
 
@@ -91,9 +92,10 @@ def _new_forward(original: Function | None) -> Function:
         """Runs the module; if it raises, its group leaves the device as after any forward."""
         try:
             return self.fn_ref.original_forward(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             state = state_of(self.group)
             if state is not None:
+                _explain(error, module, state.device)
                 _abandon(state)
             raise
 

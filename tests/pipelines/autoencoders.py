@@ -177,13 +177,12 @@ NAMED = {one.name: one for one in ALL}
 Use = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def latent(output: Any) -> torch.Tensor:
+def latent(output: Any) -> Any:
     """The latent of whatever an `encode` returned."""
     distribution = getattr(output, "latent_dist", None)
-    found: torch.Tensor = (
-        distribution.mode() if distribution is not None else getattr(output, "latent", getattr(output, "latents", None))
-    )
-    return found
+    if distribution is not None:
+        return distribution.mode()
+    return getattr(output, "latent", getattr(output, "latents", None))
 
 
 def round_trip(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def _kl(**more: Any) -> Any:
     return made(lambda: diffusers.AutoencoderKL(**{**AUTOENCODERS["AutoencoderKL"].config, **config, **more}))
 
 
-# Flux ------------------------------------------------------------------------------------------------------------------------------
+# Flux --------------------
 
 
 def _flux_transformer() -> Any:
@@ -141,7 +141,7 @@ def _call_flux_controlnet(pipe: Any, device: torch.device, generator: torch.Gene
     return _call_flux(pipe, device, generator, control_image=image if nets is None else [image] * len(nets), **many)
 
 
-# Stable Diffusion 3 ------------------------------------------------------------------------------------------------------------------
+# Stable Diffusion 3 --------------------
 
 
 def _sd3() -> Any:
@@ -182,7 +182,7 @@ def _call_sd3(pipe: Any, device: torch.device, generator: torch.Generator) -> to
     return images
 
 
-# Stable Diffusion XL -----------------------------------------------------------------------------------------------------------------
+# Stable Diffusion XL --------------------
 
 
 def _clip_tokenizer() -> Any:
@@ -288,7 +288,7 @@ def _call_sdxl_controlnet(pipe: Any, device: torch.device, generator: torch.Gene
     return _call_sdxl(pipe, device, generator, image=image if nets is None else [image] * len(nets), **many)
 
 
-# Qwen-Image ----------------------------------------------------------------------------------------------------------------------------
+# Qwen-Image --------------------
 
 
 def _video_autoencoder(name: str, **more: Any) -> Any:
@@ -333,7 +333,7 @@ def _call_qwen(pipe: Any, device: torch.device, generator: torch.Generator) -> t
     return images
 
 
-# Video ---------------------------------------------------------------------------------------------------------------------------------
+# Video --------------------
 
 
 def _wan() -> Any:
