@@ -39,6 +39,7 @@ class Application:
         try:
             self.apply(module, **self.arguments)
             _watch_entries(module)
+            members.lend(module)
             applications[module] = self
         except BaseException:
             _undo(module, _running.made)

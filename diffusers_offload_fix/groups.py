@@ -153,6 +153,7 @@ class GroupState:
         thread: the thread that entered the group.
         spanning: True if the group is on the device while other groups come and go (the root of a model).
         passive: True if there is nowhere to move to (the onload device is the offload device).
+        held: True while a module that is not the leader keeps the group on the device.
         handles: of the hooks on modules that may be run by themselves.
     """
 
@@ -172,6 +173,7 @@ class GroupState:
         self.running = 0
         self.thread = 0
         self.lane: Lane | None = None
+        self.held = False
         self.handles: list[Any] = []
         self._entries: list[Entry] = []
         self._structure: Structure | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import mover
+from .borrowed import lent
 from .groups import GroupState, state_of
 from .inputs import send
 from .unhook import hook_of
@@ -39,7 +40,7 @@ class Member:
             return None
         args, kwargs = send(args, state), send(kwargs, state)
         _begin(state, (args, kwargs))
-        self._entered = True
+        self._entered = state.held = True
         return args, kwargs
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -49,6 +50,7 @@ class Member:
         self._entered = False
         state = self._state()
         if state is not None:
+            state.held = False
             _end(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Member:
@@ -63,9 +65,24 @@ def _nobody() -> None:
 def attach(state: GroupState) -> None:
     """Watches the modules of a group."""
     for module in watched(state):
-        member = Member(state)
-        state.handles.append(module.register_forward_pre_hook(member.before, prepend=True, with_kwargs=True))
-        state.handles.append(module.register_forward_hook(member.after, always_call=True))
+        watch(state, module)
+
+
+def watch(state: GroupState, module: torch.nn.Module) -> None:
+    """Has a module bring the group when it runs, and take it away if it was not there before."""
+    member = Member(state)
+    state.handles.append(module.register_forward_pre_hook(member.before, prepend=True, with_kwargs=True))
+    state.handles.append(module.register_forward_hook(member.after, always_call=True))
+
+
+def lend(root: torch.nn.Module) -> None:
+    """Has the groups of modules whose tensors a parent reads by itself come with that parent."""
+    for module in root.modules():
+        for below in lent(module):
+            hook = hook_of(below)
+            state = None if hook is None else state_of(hook.group)
+            if state is not None and state.leader is below and not state.handles:
+                watch(state, module)
 
 
 def watched(state: GroupState) -> list[torch.nn.Module]:

@@ -45,7 +45,7 @@ def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> Non
         return
     with quiet(), lane.lock:
         state.running = max(0, state.running - 1)
-        if module is state.leader and state.active:
+        if module is state.leader and state.active and not state.held:
             offload(lane, state)
 
 
