@@ -33,10 +33,10 @@ class Member:
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Brings the group. A whole model that is compiled has gone through its root, where the group came."""
-        state = self._state()
-        if state is None or state.active or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
-        if not is_attached(state):
+        state = self._state()
+        if state is None or state.active or not is_attached(state):
             return None
         args, kwargs = send(args, state), send(kwargs, state)
         _begin(state, (args, kwargs))
@@ -45,7 +45,7 @@ class Member:
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Takes the group away if this module brought it, also when its forward raises."""
-        if not self._entered or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._entered:
             return
         self._entered = False
         state = self._state()

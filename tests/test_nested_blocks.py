@@ -30,6 +30,17 @@ def enable(model: nn.Module, device: torch.device, **options: Any) -> None:
         apply_group_offloading(model, onload_device=device, **options)
 
 
+def outputs(model: nn.Module, example: torch.Tensor) -> dict[Any, torch.Tensor]:
+    """What the resident model makes, for each use that it knows: tiles and slices came later to some."""
+    found = {}
+    for use in USES:
+        try:
+            found[use] = use(model, example)
+        except (AttributeError, NotImplementedError):
+            assert use is not autoencoders.round_trip
+    return found
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ("block", "block+stream", "leaf+stream"))
 @pytest.mark.parametrize("name", SOME)
@@ -38,12 +49,12 @@ def test_an_autoencoder(name: str, mode: str, npu: torch.device) -> None:
     if not kind.exists():
         pytest.skip(f"this diffusers has no {name}")
     resident, example = kind.build().to(npu), kind.example().to(npu)
-    wanted = [use(resident, example) for use in USES]
+    wanted = outputs(resident, example)
     model = kind.build()
     before = live_bytes(npu)
     enable(model, npu, **MODES[mode])
     for _ in range(2):
-        for use, output in zip(USES, wanted):
+        for use, output in wanted.items():
             with sim.xpu_shim():
                 assert torch.equal(use(model, example), output), use.__name__
             assert contract.leaves_off(model, "cpu") == []

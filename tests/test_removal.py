@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 from typing import Any
 
 import pytest
@@ -117,11 +118,14 @@ def test_in_the_middle_of_a_forward_it_is_refused(name: str, way: str, npu: torc
 
 @every(("way", MORE_WAYS))
 def test_other_hooks_stay(way: str, npu: torch.device) -> None:
+    import diffusers
     from diffusers.hooks.hooks import HookRegistry
 
     from tests.test_modes import halving
 
-    for above in (True, False):
+    # 0.33 refuses leaf level for a model whose root has another hook.
+    orders = (True,) if diffusers.__version__.startswith("0.33") and "leaf" in way else (True, False)
+    for above in orders:
         pair = Pair(SORTS[0], way, npu)
         hooks = [halving(), halving()]
         disable_group_offload(pair.model)
@@ -200,7 +204,7 @@ def test_cycles_cost_nothing(npu: torch.device) -> None:
     modes = [cells.MODES[way] for way in MORE_WAYS]
     pair = Pair(SORTS[0], WAYS[0], npu)
     counts = []
-    for cycle in range(8):
+    for cycle in range(int(os.environ.get("DIFFUSERS_OFFLOAD_FIX_CYCLES", "8"))):
         simulated.enable(pair.model, npu, modes[cycle % len(modes)])
         pair.check(1)
         disable_group_offload(pair.model)
