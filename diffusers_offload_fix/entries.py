@@ -53,7 +53,9 @@ class Entry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copied model has no hooks of group offloading.
-        twin = memo[id(self._module())]
+        twin = memo.get(id(self._module()))
+        if twin is None:
+            return self
         return types.MethodType(getattr(type(twin), self._name), twin)
 
     def remove(self) -> None:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 LIMIT = 240
@@ -24,6 +25,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quant", default="plain,torchao-int8,quanto-qint8", help="kinds of weights, with commas between them")
     parser.add_argument("--modes", default="", help="names of modes, with commas between them")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds after which the rest is not run")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes at a time")
     parser.add_argument("--patched-only", action="store_true", help="leave the unpatched half out")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -93,13 +95,18 @@ def _all(options: argparse.Namespace, deadline: float) -> int:
 
     names = [p.name for p in builders.ALL if not parts(options.pipelines) or any(part in p.name for part in parts(options.pipelines))]
     modes = parts(options.modes) or list(cells.MODES)
+    scenarios = [f"{name}:{weights}" for name in names for weights in parts(options.quant)]
     rows: list[tuple[str, str, str]] = []
-    for name in names:
-        for weights in parts(options.quant):
-            before = {} if options.patched_only else _run(options, f"{name}:{weights}", "0", deadline)
-            after = _run(options, f"{name}:{weights}", "1", deadline)
+    with ThreadPoolExecutor(options.jobs) as pool:
+
+        def start(one: str, switch: str) -> Any:
+            return pool.submit(_run, options, one, switch, deadline)
+
+        halves = [(one, None if options.patched_only else start(one, "0"), start(one, "1")) for one in scenarios]
+        for one, unpatched, patched in halves:
+            before, after = {} if unpatched is None else unpatched.result(), patched.result()
             for mode in modes:
-                row = (f"{name} {weights} {mode}", _result(before, mode), _result(after, mode))
+                row = (f"{one.replace(':', ' ')} {mode}", _result(before, mode), _result(after, mode))
                 rows.append(row)
                 _say(f"{row[0]:48}{row[1][:70]:72}{row[2]}")
     return _table(rows)
