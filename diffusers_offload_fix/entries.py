@@ -48,7 +48,7 @@ class Entry:
         except BaseException:
             _abandon(state)
             raise
-        _end(state)
+        _end(state, output)
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -51,7 +51,7 @@ class Member:
         state = self._state()
         if state is not None:
             state.held = False
-            _end(state)
+            _end(state, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Member:
         # A copied model has no hooks of group offloading.

@@ -49,11 +49,13 @@ def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> Non
             offload(lane, state)
 
 
-def release(state: GroupState) -> None:
-    """Takes the group off the device, whichever of its modules brought it."""
+def release(state: GroupState, output: Any = None) -> None:
+    """Takes the group off the device, whichever of its modules brought it and made `output`."""
     lane = state.lane
     if state.passive or lane is None:
         return
+    if torch.is_grad_enabled():
+        _guard_backward(state, output)
     with quiet(), lane.lock:
         state.running = 0
         if state.active:

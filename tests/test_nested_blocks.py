@@ -212,6 +212,17 @@ def test_a_part_that_raises_lets_go_of_its_group(mode: str, npu: torch.device) -
     assert live_bytes(npu) <= before
 
 
+@pytest.mark.parametrize("mode", ("block", "block+stream"))
+def test_gradients_through_a_part_are_refused_with_a_reason(mode: str, npu: torch.device) -> None:
+    kind = autoencoders.NAMED["AutoencoderKL"]
+    model, example = kind.build(), kind.example().to(npu).requires_grad_()
+    enable(model, npu, **MODES[mode])
+    for run in (lambda: model.encode(example).latent_dist.mode(), lambda: model.encoder.conv_in(example)):
+        with pytest.raises(RuntimeError, match="Group offloading is for inference"):
+            run().sum().backward()
+        assert contract.leaves_off(model, "cpu") == []
+
+
 @torch.no_grad()
 def test_a_copy_of_an_autoencoder_is_its_own_model(npu: torch.device) -> None:
     kind = autoencoders.NAMED["AutoencoderKL"]
