@@ -75,9 +75,10 @@ def enable(pipe: Any, device: torch.device, **options: Any) -> None:
 
 
 def left_on_device(module: torch.nn.Module) -> list[str]:
-    """Parameters and buffers that are not on the host. What a model keeps in plain attributes is counted in bytes."""
+    """Parameters and buffers that are not on the host, or do not say so. What a model keeps in plain attributes is counted in bytes."""
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in tensors if any(leaf.device.type != "cpu" for _, leaf in contract.leaves(tensor))]
+    parts = {name: [tensor, *(leaf for _, leaf in contract.leaves(tensor))] for name, tensor in tensors}
+    return [name for name, found in parts.items() if any(part.device.type != "cpu" for part in found)]
 
 
 def faults(pipeline: Pipeline, weights: str, mode: str, place: Place, expected: Expected) -> list[str]:
