@@ -65,6 +65,14 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def cycles(session: nox.Session) -> None:
+    """Fifty cycles of enabling, running and disabling, which must not cost memory."""
+    install_tests(session)
+    tests = ["tests/test_pipelines.py", "tests/test_removal.py", "-k", "cycles"]
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env={"DIFFUSERS_OFFLOAD_FIX_CYCLES": "50"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     session.install("-q", "ruff")
     session.run("ruff", "check", ".")

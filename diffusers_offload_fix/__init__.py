@@ -7,9 +7,15 @@ offloading module is loaded, so that the import is cheap enough for a `sitecusto
 from diffusers_offload_fix import _startup
 
 __version__ = "0.1.0"
-__all__ = ["Status", "__version__", "activate", "deactivate", "report"]
+__all__ = ["Status", "__version__", "activate", "deactivate", "disable_group_offload", "report"]
 
-_HOMES = {"activate": "activation", "deactivate": "activation", "report": "account", "Status": "status"}
+_HOMES = {
+    "activate": "activation",
+    "deactivate": "activation",
+    "disable_group_offload": "removal",
+    "report": "account",
+    "Status": "status",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -74,11 +74,12 @@ def delegate(name: str, argv: list[str]) -> int:
 
 
 def _load_target() -> None:
-    """Import the target if it is there; a diffusers that is missing or cannot be imported is the report's to show."""
-    try:
-        importlib.import_module(_startup.TARGET)
-    except ImportError as error:
-        logging.getLogger("diffusers_offload_fix").debug("cannot import %s: %s", _startup.TARGET, error)
+    """Import the targets if they are there; a diffusers that is missing or cannot be imported is the report's to show."""
+    for name in (_startup.TARGET, *_startup.OTHERS):
+        try:
+            importlib.import_module(name)
+        except (ImportError, RuntimeError) as error:
+            logging.getLogger("diffusers_offload_fix").debug("cannot import %s: %s", name, error)
 
 
 def _folder(script: str) -> str:

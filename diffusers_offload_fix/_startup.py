@@ -1,4 +1,4 @@
-"""What runs at import: patch the target if it is loaded, else wait for it.
+"""What runs at import: patch the targets that are loaded, and wait for the others.
 
 Only `sys` is used here, because this may run in every interpreter of the machine (`sitecustomize`), most of which never
 load diffusers. Importing wrapt alone would cost such an interpreter about 80 ms.
@@ -7,13 +7,15 @@ load diffusers. Importing wrapt alone would cost such an interpreter about 80 ms
 import sys
 
 TARGET = "diffusers.hooks.group_offloading"
+# What is patched besides, each when it is imported; the target decides whether anything is.
+OTHERS = ("diffusers.pipelines.pipeline_utils",)
 
 
 class TargetFinder:
-    """A finder that lets the other finders find the target, and adds one step to its loading."""
+    """A finder that lets the other finders find a target, and adds one step to its loading."""
 
     def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
-        if fullname != TARGET:
+        if fullname != TARGET and fullname not in OTHERS:
             return None
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
@@ -27,7 +29,7 @@ class TargetFinder:
 
 
 class TargetLoader:
-    """The target's own loader, with `target_loaded` called after the module has run."""
+    """A target's own loader, with the plugin told after the module has run."""
 
     def __init__(self, loader):  # type: ignore[no-untyped-def]
         self.loader = loader
@@ -44,23 +46,25 @@ class TargetLoader:
         # The module keeps its real loader: inspect, pkgutil and importlib.resources look at its type.
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        if sys.modules.get(TARGET) is module:
+        name = module.__name__
+        if sys.modules.get(name) is module:
             from diffusers_offload_fix import activation
 
-            activation.target_loaded(sys.modules[TARGET])
+            tell = activation.target_loaded if name == TARGET else activation.other_loaded
+            tell(sys.modules[name])
 
 
 _finder = TargetFinder()
 
 
 def arm() -> None:
-    """Have the target patched when it is imported or reloaded. Twice is once."""
+    """Have the targets patched when they are imported or reloaded. Twice is once."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def disarm() -> None:
-    """Stop waiting for the target."""
+    """Stop waiting for the targets."""
     while _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
 
@@ -70,7 +74,7 @@ def is_armed() -> bool:
 
 
 def begin() -> None:
-    """The automatic door: arm, and patch a target that is already loaded."""
+    """The automatic door: arm, and patch what is already loaded."""
     from diffusers_offload_fix import switches
 
     if switches.is_off():

@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 from diffusers_offload_fix import _startup, patcher, status, switches, versions
@@ -69,23 +70,37 @@ def target_found() -> None:
 def target_loaded(module: ModuleType) -> None:
     """Patch the target. Errors are logged, so that the import of diffusers never fails, unless the mode is strict."""
     with _lock:
-        try:
-            _apply(module)
-        except Exception as error:
-            if switches.is_strict():
-                patcher.undo()
-                raise
-            logger.warning("diffusers is left unpatched: %s: %s", type(error).__name__, error)
+        _guarded(lambda: _apply(module))
+
+
+def other_loaded(module: ModuleType) -> None:
+    """Patch a module beside the target, if the target is there; if not, it is patched along with the target."""
+    with _lock:
+        status.executed.add(module)
+        main = status.target()
+        if main is not None:
+            _guarded(lambda: _apply(main, module.__name__))
 
 
 def patches() -> tuple[Patch, ...]:
-    """What the plugin installs. Imports torch, so only once the target is loaded."""
-    from diffusers_offload_fix.methods import PATCHES
+    """What the plugin installs in this release. Imports torch, so only once the target is loaded."""
+    from diffusers_offload_fix import methods, pipelines
 
-    return PATCHES
+    found = versions.installed("diffusers") or ""
+    return tuple(patch for patch in (*methods.PATCHES, *pipelines.PATCHES) if versions.within(found, patch.versions))
 
 
-def _apply(module: ModuleType) -> None:
+def _guarded(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        if switches.is_strict():
+            patcher.undo()
+            raise
+        logger.warning("diffusers is left unpatched: %s: %s", type(error).__name__, error)
+
+
+def _apply(module: ModuleType, only: str | None = None) -> None:
     fixes = all_fixes()
     _check_switches(fixes)
     _check_torchao()
@@ -93,7 +108,7 @@ def _apply(module: ModuleType) -> None:
     if closed is not None:
         return _complain(f"diffusers is left unpatched: {closed[1]}")
     everything = patches()
-    for cure in dict.fromkeys(patch.cure for patch in everything):
+    for cure in dict.fromkeys(patch.cure for patch in everything if only in (None, patch.target)):
         _apply_cure(module, cure, everything, fixes)
 
 
@@ -101,7 +116,7 @@ def _apply_cure(module: ModuleType, cure: str, everything: tuple[Patch, ...], fi
     status.failures.pop(cure, None)
     state, detail = status.cure_verdict(module, cure, everything, fixes)
     mine = [fix for fix in fixes if fix.cure == cure]
-    if state is State.APPLIED:
+    if state in (State.APPLIED, State.WAITING):
         return
     if state is State.SKIPPED:
         logger.warning("cure %r is left out (%s); these bugs stay: %s", cure, detail, _ids(mine))
@@ -112,13 +127,15 @@ def _apply_cure(module: ModuleType, cure: str, everything: tuple[Patch, ...], fi
 
 
 def _install(module: ModuleType, cure: str, everything: tuple[Patch, ...], fixes: list[Fix]) -> None:
+    place = status.home(module, cure, everything)[1]
     try:
-        patcher.install(module, [patch for patch in everything if patch.cure == cure])
+        assert place is not None
+        patcher.install(place, [patch for patch in everything if patch.cure == cure])
         remaining = [fix for fix in fixes if fix.probe(module)]
         if remaining:
             raise patcher.PatchError(f"the probes still find {_ids(remaining)}")
     except Exception as error:
-        patcher.undo(cure, module, everything)
+        patcher.undo(cure, place, everything)
         status.failures[cure] = str(error)
         return _complain(f"cure {cure!r} is not installed: {error}")
     logger.info("cure %r is installed in diffusers %s: %s", cure, versions.installed("diffusers"), _ids(fixes))

@@ -157,6 +157,8 @@ class GroupState:
         spanning: True if the group is on the device while other groups come and go (the root of a model).
         passive: True if there is nowhere to move to (the onload device is the offload device).
         folder: where the group's file is wanted, or None for a group that is kept in memory.
+        held: True while a module that is not the leader keeps the group on the device.
+        handles: of the hooks on modules that may be run by themselves.
     """
 
     def __init__(self, group: Any) -> None:
@@ -177,6 +179,8 @@ class GroupState:
         self.running = 0
         self.thread = 0
         self.lane: Lane | None = None
+        self.held = False
+        self.handles: list[Any] = []
         self._entries: list[Entry] = []
         self._structure: Structure | None = None
         self._epoch = -1
@@ -199,6 +203,7 @@ class GroupState:
 
     def retire(self) -> None:
         """Lets go of the tensors: the group's hook was removed."""
+        self.detach()
         for entry in self._entries:
             entry.claims.discard(self)
         if self.lane is not None:
@@ -207,6 +212,17 @@ class GroupState:
             self.lane.changed = True
         self._entries, self._structure, self.units, self._epoch = [], None, [], -1
         _bump()
+
+    def detach(self) -> None:
+        """Stops watching modules that may be run by themselves."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The tensors that the group claims."""
+        return list(self._entries)
 
     def _claim(self) -> None:
         if self._structure is not None:

@@ -50,6 +50,13 @@ class Home:
     def keep(self) -> None:
         """Told that it cannot be made anew although it is worn."""
 
+    def holds(self, leaf: Tensor) -> bool:
+        """True if a host tensor lies in the slab."""
+        if self.slab is None:
+            return False
+        start = self.slab.data_ptr()
+        return start <= leaf.data_ptr() < start + len(self.slab)
+
     def gather(self, target: Tensor, start: int) -> None:
         """Copies the bytes from `start` on into `target` (a 1-d uint8 host tensor), as many as it holds."""
         end = start + len(target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from . import enabling, mover
+from . import _startup, applying, borrowed, enabling, mover
 from .groups import ATTRIBUTE, GroupState, group_hooks, state_of
+from .inputs import send
 from .patcher import Patch
 
 Function = Callable[..., Any]
@@ -28,6 +30,7 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 _enter = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
 _leave = torch.compiler.disable(mover.leave)  # type: ignore[no-untyped-call]
 _abandon = torch.compiler.disable(mover.abandon)  # type: ignore[no-untyped-call]
+_explain = torch.compiler.disable(borrowed.explain)  # type: ignore[no-untyped-call]
 _park = torch.compiler.disable(mover.park)  # type: ignore[no-untyped-call]
 
 
@@ -38,6 +41,7 @@ def _init(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[
         enabling.check(state.folder)
     setattr(instance, ATTRIBUTE, state)
     _live.add(instance)
+    applying.note(instance)
 
 
 def _init_cpu_param_dict(wrapped: Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +78,7 @@ def _pre_forward(original: Function) -> Function:
         if state is None:
             return original(self, module, *args, **kwargs)
         # Inputs first: if they do not fit on the device, the group is not left there.
-        args, kwargs = _send(args, state, ()), _send(kwargs, state, _excluded(self))
+        args, kwargs = send(args, state), send(kwargs, state, _excluded(self))
         _enter(state, (args, kwargs))
         return args, kwargs
 
@@ -85,37 +89,15 @@ def _excluded(hook: Any) -> Any:
     return getattr(getattr(hook, "config", None), "exclude_kwargs", None) or ()
 
 
-def _send(inputs: Any, state: GroupState, excluded: Any) -> Any:
-    if _all_there(inputs.values() if isinstance(inputs, dict) else inputs, state.device):
-        return inputs
-    # Looked up late: accelerate is optional for diffusers, though not for group offloading.
-    from accelerate.utils import send_to_device
-
-    if not excluded:
-        return send_to_device(inputs, state.device, non_blocking=state.non_blocking)
-    moved = {name: value for name, value in inputs.items() if name not in excluded}
-    return {**inputs, **send_to_device(moved, state.device, non_blocking=state.non_blocking)}
-
-
-def _all_there(values: Any, device: torch.device) -> bool:
-    """True for tensors that are on the device and things that are never moved: looking is quicker than moving nothing."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.device != device:
-                return False
-        elif value is not None and not isinstance(value, (bool, int, float, str)):
-            return False
-    return True
-
-
 def _new_forward(original: Function | None) -> Function:
     def new_forward(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; if it raises, its group leaves the device as after any forward."""
         try:
             return self.fn_ref.original_forward(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             state = state_of(self.group)
             if state is not None:
+                _explain(error, module, state.device)
                 _abandon(state)
             raise
 
@@ -235,15 +217,15 @@ def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
-def _whole(original: Function) -> Function:
-    @functools.wraps(original)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        # The root comes first or by name, as the release has it.
-        module = kwargs["module"] if "module" in kwargs else args[0]
-        with enabling.whole(module, mover.settle):
-            return original(*args, **kwargs)
+def _block_level(original: Function) -> Function:
+    def apply(module: torch.nn.Module, **arguments: Any) -> None:
+        applying.Builder(sys.modules[_startup.TARGET], arguments).build(module)
 
-    return apply
+    return applying.replaced(apply, original)
+
+
+def _leaf_level(original: Function) -> Function:
+    return applying.replaced(original, original)
 
 
 def release() -> None:
@@ -266,6 +248,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("GroupOffloadingHook.initialize_hook", "mover", "replace", _initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.initialize_hook", "mover", "replace", _lazy_initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
-    Patch("_apply_group_offloading_block_level", "mover", "replace", _whole, ("module",)),
-    Patch("_apply_group_offloading_leaf_level", "mover", "replace", _whole, ("module",)),
+    Patch("_apply_group_offloading_block_level", "mover", "replace", _block_level, ("module",)),
+    Patch("_apply_group_offloading_leaf_level", "mover", "replace", _leaf_level, ("module",)),
 )

@@ -49,7 +49,20 @@ def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> Non
         return
     with quiet(), lane.lock:
         state.running = max(0, state.running - 1)
-        if module is state.leader and state.active:
+        if module is state.leader and state.active and not state.held:
+            offload(lane, state)
+
+
+def release(state: GroupState, output: Any = None) -> None:
+    """Takes the group off the device, whichever of its modules brought it and made `output`."""
+    lane = state.lane
+    if state.passive or lane is None:
+        return
+    if torch.is_grad_enabled():
+        _guard_backward(state, output)
+    with quiet(), lane.lock:
+        state.running = 0
+        if state.active:
             offload(lane, state)
 
 

@@ -13,6 +13,8 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, Literal
 
+from diffusers_offload_fix import _startup
+
 _ABSENT = object()
 
 
@@ -22,13 +24,15 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of the target module that a cure needs.
+    """One attribute of a target module that a cure needs.
 
     `path` is relative to the target, "ModuleGroup.onload_". `kind` says what `make` is:
     "wrap": a wrapt wrapper `(wrapped, instance, args, kwargs)`;
     "replace": `make(original)` returns the plain function to put there (wrapt costs dynamo a graph break);
     "add": as "replace", for an attribute that the class itself may lack; `original` is then the inherited one or None.
     `parameters` are names that the live signature must have, or the patch is not installed.
+    `target` is the module's name, the same one for all patches of a cure, and `versions` the releases of diffusers that have the
+    attribute.
     """
 
     path: str
@@ -36,6 +40,8 @@ class Patch:
     kind: Literal["wrap", "replace", "add"]
     make: Callable[..., Any]
     parameters: tuple[str, ...] = ()
+    target: str = _startup.TARGET
+    versions: str = ">=0.33"
 
 
 class Place(str, Enum):
@@ -86,7 +92,7 @@ def look(module: ModuleType, patch: Patch) -> Place:
     entry = vars(owner).get(name, _ABSENT)
     _drop_reloaded(spot, entry)
     record = _records.get(spot)
-    if record is not None:
+    if record is not None and not _is_reloaded(owner, entry, record):
         return Place.OURS if _holds(entry, record.installed) else Place.DISPLACED
     if entry is _ABSENT:
         return Place.PRISTINE if patch.kind == "add" else Place.DRIFTED
@@ -190,6 +196,11 @@ def _outer(entry: Any) -> Iterator[Any]:
 def _holds(entry: Any, installed: Any) -> bool:
     outer = [id(link) for link in _outer(installed)]
     return entry is installed or any(id(link) in outer for link in chain(entry))
+
+
+def _is_reloaded(owner: Any, entry: Any, record: _Record) -> bool:
+    """Whether a function of the target module is a new one of its own: a reload makes it anew in the same module object."""
+    return isinstance(owner, ModuleType) and entry is not record.original and _is_from(entry, owner)
 
 
 def _is_from(entry: Any, module: ModuleType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -48,8 +49,8 @@ class Status:
 
     @property
     def is_good(self) -> bool:
-        """Whether the bug is absent or cured."""
-        return self.state in GOOD
+        """Whether the bug is absent or cured, or will be as soon as the part of diffusers that has it is imported."""
+        return self.state in GOOD or (self.state is State.WAITING and target() is not None)
 
 
 Verdict = tuple[State, str]
@@ -58,11 +59,27 @@ Verdict = tuple[State, str]
 failures: dict[str, str] = {}
 
 
+# Modules whose code has run, although their import has not returned yet.
+executed: weakref.WeakSet[ModuleType] = weakref.WeakSet()
+
+
 def target() -> ModuleType | None:
     """The target module once it is loaded completely, else None."""
-    module = sys.modules.get(_startup.TARGET)
+    return loaded(_startup.TARGET)
+
+
+def home(module: ModuleType, cure: str, patches: tuple[Patch, ...]) -> tuple[str, ModuleType | None]:
+    """The name of the module that a cure patches, and the module once it is loaded completely; `module` is the target."""
+    name = next((patch.target for patch in patches if patch.cure == cure), _startup.TARGET)
+    return name, module if name == _startup.TARGET else loaded(name)
+
+
+def loaded(name: str) -> ModuleType | None:
+    """A module once it is loaded completely, else None."""
+    module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
-    return None if getattr(spec, "_initializing", False) else module
+    is_running = getattr(spec, "_initializing", False) and module not in executed
+    return None if is_running else module
 
 
 def gate(module: ModuleType | None) -> Verdict | None:
@@ -87,7 +104,11 @@ def skipping(cure: str, fixes: tuple[Fix, ...]) -> list[str]:
 
 
 def cure_verdict(module: ModuleType, cure: str, patches: tuple[Patch, ...], fixes: tuple[Fix, ...]) -> Verdict:
-    """The state of a cure's patches on the live classes."""
+    """The state of a cure's patches on the live classes; `module` is the target."""
+    name, found = home(module, cure, patches)
+    if found is None and not skipping(cure, fixes) and not switches.is_off():
+        return State.WAITING, f"{name} is not imported yet"
+    module = found or module
     places = {patch.path: patcher.look(module, patch) for patch in patches if patch.cure == cure}
     at = {place: [path for path, found in places.items() if found is place] for place in Place}
     if places and len(at[Place.OURS]) == len(places):

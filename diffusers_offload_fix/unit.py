@@ -122,6 +122,19 @@ class Unit:
             return False
         return all(binding.attached() for binding in self._asked)
 
+    def forget(self) -> None:
+        """Lets go of the home, of the bindings and of device memory: the unit's tensors have other memory now."""
+        for entry in self.entries:
+            entry.binding = entry.unit = None
+        self.entries, self._bindings, self._home, self.buffer, self.lane = [], [], None, None, None
+        self._views.clear()
+        for name in ("_outers", "_host_leaves", "_host_inner", "_held", "_counted", "_asked", "_leaf_lists"):
+            self.__dict__.pop(name, None)
+
+    def lends(self, leaf: Tensor) -> bool:
+        """True if an offloaded tensor's leaf may lie in memory that belongs to the unit."""
+        return self._home is None or self._home.holds(leaf)
+
     def stamp(self) -> list[int]:
         """The offloaded tensors' in-place change counters: bytes that were copied under other counters are stale."""
         return versions(self._counted)

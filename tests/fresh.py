@@ -25,7 +25,7 @@ def states():
     return {status.state.value for status in diffusers_offload_fix.report()}
 
 def is_applied():
-    return "applied" in states() and states() <= {"applied", "fixed_upstream", "out_of_range"}
+    return "applied" in states() and states() <= {"applied", "fixed_upstream", "out_of_range", "waiting"}
 
 def raw(module):
     from diffusers_offload_fix.methods import PATCHES

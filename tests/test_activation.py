@@ -142,7 +142,7 @@ if __name__ == "__main__":
 """)
     done = python(script)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['applied', 'fixed_upstream', 'out_of_range']"
+    assert done.stdout.strip() == "['applied', 'fixed_upstream', 'out_of_range', 'waiting']"
 
 
 def test_switched_off() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusers_offload_fix import files, homes, transfer, pages, staging
+from diffusers_offload_fix import files, homes, pages, staging, transfer
 from tests import cells, simulated
 from tests.kinds.catalogue import KINDS
 

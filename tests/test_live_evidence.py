@@ -160,12 +160,53 @@ def placeholders():
     enable(net, **disk())
     return not all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
 
+class Deep(nn.Module):
+    # A model whose blocks are one module down, and which is run by another method too.
+    def __init__(self, size=8):
+        super().__init__()
+        self.inner = Root(*(Block(size) for _ in range(3)))
+        self.last = nn.Linear(size, size)
+        self.requires_grad_(False)
+
+    def encode(self, x):
+        return self.last(x)
+
+    def forward(self, x):
+        return self.encode(self.inner(x))
+
+@torch.no_grad()
+def run_by_encode():
+    net = enable(Deep(), use_stream=False)
+    return is_refused_by(net, lambda net: net.encode(torch.ones(1, 8, device=DEVICE)))
+
+@torch.no_grad()
+def saves_nothing():
+    net = Deep(128)
+    weights = sum(p.nbytes for p in net.parameters())
+    enable(net, use_stream=False)
+    x = torch.ones(1, 128, device=DEVICE)
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    before = torch.npu.memory_allocated(DEVICE)
+    net(x)
+    return torch.npu.max_memory_allocated(DEVICE) - before >= weights
+
+def twice(**options):
+    net = enable(model(), use_stream=False)
+    enable(net, use_stream=False, **options)
+    return len(net.blocks[0]._diffusers_hook.get_hook("group_offloading").group.modules) == 1
+
+def named_parts():
+    return is_refused_by(Deep(), lambda net: enable(net, block_modules=["inner"]))
+
 SCENE = {
     "D1": lambda: (kept := []) is None or differs(model, **used_folder(kept)),
     "D2": lambda: differs(model, **used_folder([])),
     "D4": placeholders,
     "D5": lambda: is_refused_by(torchao, lambda make: enable(make(), **disk())),
     "D6": lambda: differs(quanto, **disk()),
+    "G1": run_by_encode,
+    "G2": saves_nothing,
+    "G10": lambda: twice(num_blocks_per_group=2),
     "G3": lambda: ran(model).count.device.type != "cpu",
     "G5": lambda: ran(partial(model, Refusing), use_stream=False).lin.weight.device.type != "cpu",
     "G6": lambda: differs(model, change=double),
@@ -185,6 +226,9 @@ SCENE = {
 }
 
 found = versions.installed("diffusers")
+if versions.within(found, ">=0.36"):
+    SCENE["G9"] = named_parts
+
 if versions.within(found, "<0.38"):
     # What happens to torchao's weights here, after they have failed, is another bug: Q10.
     SCENE = {name: scene for name, scene in SCENE.items() if name in ("Q1", "Q6", "Q13") or name[0] != "Q"}

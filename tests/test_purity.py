@@ -50,4 +50,4 @@ def test_the_import_is_fast() -> None:
 def test_public_names_are_listed_without_being_loaded() -> None:
     code = "import sys, diffusers_offload_fix as d; print(dir(d)); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "['Status', '__version__', 'activate', 'deactivate', 'report']" in done.stdout
+    assert "['Status', '__version__', 'activate', 'deactivate', 'disable_group_offload', 'report']" in done.stdout
