@@ -153,6 +153,7 @@ class GroupState:
         thread: the thread that entered the group.
         spanning: True if the group is on the device while other groups come and go (the root of a model).
         passive: True if there is nowhere to move to (the onload device is the offload device).
+        root: for the group of a whole model: what looks for modules that nobody covers.
     """
 
     def __init__(self, group: Any) -> None:
@@ -171,6 +172,7 @@ class GroupState:
         self.running = 0
         self.thread = 0
         self.lane: Lane | None = None
+        self.root: Any = None
         self._entries: list[Entry] = []
         self._structure: Structure | None = None
         self._epoch = -1
@@ -191,6 +193,10 @@ class GroupState:
         """True if `plan` would change nothing."""
         return self._epoch == _epoch and self._structure is not None and self._structure.intact()
 
+    def forget_structure(self) -> None:
+        """Has the tensors read again before the next use: the group has other modules now."""
+        self._structure = None
+
     def retire(self) -> None:
         """Lets go of the tensors: the group's hook was removed."""
         for entry in self._entries:
@@ -199,7 +205,7 @@ class GroupState:
             self.lane.order.forget(self)
             self.lane.groups.discard(self)
             self.lane.changed = True
-        self._entries, self._structure, self.units, self._epoch = [], None, [], -1
+        self._entries, self._structure, self.units, self._epoch, self.root = [], None, [], -1, None
         _bump()
 
     def _claim(self) -> None:

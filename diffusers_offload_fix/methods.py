@@ -6,8 +6,6 @@ active) goes through the original methods, and so does everything else about it.
 
 from __future__ import annotations
 
-import copy
-import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import mover
+from . import chain, mover, newcomers
 from .groups import ATTRIBUTE, GroupState, group_hooks, state_of
 from .patcher import Patch
 
@@ -72,7 +70,8 @@ def _pre_forward(original: Function) -> Function:
         if state is None:
             return original(self, module, *args, **kwargs)
         # Inputs first: if they do not fit on the device, the group is not left there.
-        args, kwargs = _send(args, state, ()), _send(kwargs, state, _excluded(self))
+        if not hasattr(self, newcomers.QUIET):
+            args, kwargs = _send(args, state, ()), _send(kwargs, state, _excluded(self))
         _enter(state, (args, kwargs))
         return args, kwargs
 
@@ -128,38 +127,10 @@ def _deinitalize_hook(original: Function) -> Function:
             mover.retire(state)
         registry = module.__dict__.get("_diffusers_hook")
         if registry is not None:
-            registry.__dict__.pop("__deepcopy__", None)
-            _relink(registry, self, module)
+            chain.detach_deepcopy(registry)
         return original(self, module)
 
     return deinitalize_hook
-
-
-def _relink(registry: Any, hook: Any, module: torch.nn.Module) -> None:
-    """Closes the chain of forwards behind a hook that is being removed, where upstream leaves it open (RC8).
-
-    When a hook below this one was removed, upstream wrote the new link over `forward` and left `original_forward` stale, which it
-    has just followed. And where the hook above has a `new_forward` of its own, upstream has just written the link over that.
-    """
-    index = registry._hook_order.index(_GROUP_OFFLOADING) if registry.hooks.get(_GROUP_OFFLOADING) is hook else -1
-    if index < 0:
-        return
-    link = hook.fn_ref
-    below = link.original_forward if _is_own(link.forward, hook) else link.forward
-    if index == len(registry._hook_order) - 1:
-        module.forward = below
-        return
-    above = registry._fn_refs[index + 1]
-    if above.original_forward is None:
-        above.forward = below
-        return
-    owner = registry.hooks[registry._hook_order[index + 1]]
-    above.original_forward = below
-    above.forward = functools.update_wrapper(functools.partial(owner.new_forward, module), owner.new_forward)
-
-
-def _is_own(forward: Any, hook: Any) -> bool:
-    return isinstance(forward, functools.partial) and getattr(forward.func, "__self__", None) is hook
 
 
 def _lazy_initialize_hook(original: Function) -> Function:
@@ -187,37 +158,10 @@ def _initialize_hook(original: Function) -> Function:
         """Offloads the group, as upstream does, and sees to it that a copy of the module is an ordinary one."""
         registry = module.__dict__.get("_diffusers_hook")
         if registry is not None and state_of(self.group) is not None:
-            registry.__dict__["__deepcopy__"] = types.MethodType(_deepcopy, registry)
+            chain.attach_deepcopy(registry)
         return original(self, module)
 
     return initialize_hook
-
-
-def _deepcopy(registry: Any, memo: dict[int, Any]) -> Any:
-    # Upstream copies the hooks but not the closures that call them: a copied model would run the original's weights.
-    module = registry._module_ref
-    twin = memo.get(id(module))
-    if twin is None or set(registry.hooks) - _OURS:
-        return _plain_deepcopy(registry, memo)
-    forward = module.__dict__.get("forward")
-    if forward is not None:
-        memo[id(forward)] = types.MethodType(type(module).forward, twin)
-        memo.setdefault(id(memo), []).append(forward)
-    return type(registry)(twin)
-
-
-#: Hooks of group offloading; a registry with others is copied as upstream does.
-_GROUP_OFFLOADING = "group_offloading"
-_OURS = {_GROUP_OFFLOADING, "lazy_prefetch_group_offloading"}
-
-
-def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """What `copy.deepcopy` does for a class without a method of its own."""
-    twin = object.__new__(type(value))
-    memo[id(value)] = twin
-    attributes = {name: item for name, item in value.__dict__.items() if name != "__deepcopy__"}
-    twin.__dict__.update(copy.deepcopy(attributes, memo))
-    return twin
 
 
 def release() -> None:
@@ -240,4 +184,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch("GroupOffloadingHook.initialize_hook", "mover", "replace", _initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.initialize_hook", "mover", "replace", _lazy_initialize_hook, ("self", "module")),
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
+    Patch("_apply_group_offloading_block_level", "mover", "replace", newcomers.block_level, ("module",)),
+    Patch("_apply_group_offloading_leaf_level", "mover", "replace", newcomers.leaf_level, ("module",)),
+    Patch("HookRegistry.remove_hook", "mover", "replace", chain.remove_hook, ("self", "name", "recurse")),
+    Patch("HookRegistry.register_hook", "mover", "replace", chain.register_hook, ("self", "hook", "name")),
 )

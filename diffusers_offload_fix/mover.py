@@ -22,6 +22,8 @@ def enter(state: GroupState, inputs: Any = None) -> None:
     """Brings the group to the device, ready for the stream that computes. Harmless if it is there already."""
     if state.passive:
         return
+    if state.root is not None:
+        state.root.refresh()
     graph = torch.is_grad_enabled() and _makes_graph(state, inputs)
     with quiet():
         lane = _planned(state)

@@ -1,0 +1,217 @@
+"""Modules that come under an offloaded model after it was enabled, and get groups as if they had been there (G7, D3).
+
+An adapter is injected, projections are fused, a block is replaced: upstream has hooks for none of these modules, and their weights stay
+on the host. The root of every offloaded model looks at what hangs under it before each forward, and covers what nobody covers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .groups import GroupState, group_hooks, ids_of, state_of, unique
+
+Function = Callable[..., Any]
+
+_GROUP_OFFLOADING = "group_offloading"
+#: Marks a hook that is there to look for newcomers only: upstream has none in its place, so it leaves the inputs alone.
+QUIET = "_offload_fix_quiet"
+#: Arguments of `ModuleGroup` in which new groups are as the old ones.
+_OPTIONS = ("offload_device", "onload_device", "non_blocking", "stream", "record_stream", "low_cpu_mem_usage", "offload_to_disk_path")
+
+_numbers = itertools.count(1)
+
+
+def block_level(original: Function) -> Function:
+    """Replaces `_apply_group_offloading_block_level`: the same, and the module is watched for newcomers."""
+
+    def apply_block_level(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Gives each block of the module a group."""
+        done = original(module, *args, **kwargs)
+        watch(module, BlockRoot)
+        return done
+
+    return apply_block_level
+
+
+def leaf_level(original: Function) -> Function:
+    """Replaces `_apply_group_offloading_leaf_level`: the same, and the module is watched for newcomers."""
+
+    def apply_leaf_level(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Gives each layer of the module a group."""
+        done = original(module, *args, **kwargs)
+        watch(module, LeafRoot, _layers(original))
+        return done
+
+    return apply_leaf_level
+
+
+def _layers(function: Any) -> tuple[type, ...]:
+    # Upstream's list of leaves has another name in older releases.
+    names = inspect.unwrap(function).__globals__
+    found: tuple[type, ...] = names.get("_GO_LC_SUPPORTED_PYTORCH_LAYERS") or names["_SUPPORTED_PYTORCH_LAYERS"]
+    return found
+
+
+def watch(module: torch.nn.Module, kind: type[Root], *args: Any) -> None:
+    """Makes the hook of an offloaded model look for newcomers before each forward; gives the model a hook if it has none."""
+    hooks = [hook for hook in map(group_hooks, module.modules()) if hook is not None and state_of(hook.group) is not None]
+    if not hooks:
+        return
+    sample = next((hook for hook in hooks if hook.group.stream is not None), hooks[-1])
+    root = kind(module, sample, *args)
+    if group_hooks(module) is None:
+        hook = root.cover(module, [], stream=None, non_blocking=False, record_stream=False)
+        setattr(hook, QUIET, True)
+    state = state_of(group_hooks(module).group)
+    if state is not None:
+        root.state = state
+        state.root = root
+        root.look()
+
+
+class Root:
+    """An offloaded model, and what has to stay as it is under it while nobody has come.
+
+    Args:
+        module: the model.
+        sample: a hook whose group's options new groups get.
+    """
+
+    state: GroupState
+
+    def __init__(self, module: torch.nn.Module, sample: Any) -> None:
+        self.module = module
+        self._hook = copy.copy(sample)
+        self._hook.group = self._hook.fn_ref = None
+        self._make = type(sample.group)
+        known = inspect.signature(self._make.__init__).parameters
+        self._options = {name: getattr(sample.group, name) for name in _OPTIONS if name in known}
+        self._named = "group_id" in known
+        self._full: list[tuple[dict[str, Any], tuple[int, ...]]] = []
+        self._empty: list[dict[str, Any]] = []
+
+    def refresh(self) -> None:
+        """Covers what has come since the last look."""
+        if any(self._empty) or any(ids_of(table) != ids for table, ids in self._full):
+            self.look()
+
+    def look(self) -> None:
+        """Covers every module that nobody covers, and notes what is there now."""
+        raise NotImplementedError
+
+    def cover(self, module: torch.nn.Module, modules: list[torch.nn.Module], **options: Any) -> Any:
+        """Gives `module` a hook with a group of its own, which holds `modules` and the module's own tensors."""
+        if self._named:
+            options["group_id"] = f"newcomer_{next(_numbers)}"
+        group = self._make(modules=modules, offload_leader=module, onload_leader=module, **{**self._options, **options})
+        hook = copy.copy(self._hook)
+        hook.group = group
+        registry = _registry(module, self.module)
+        registry.register_hook(hook, _GROUP_OFFLOADING)
+        return hook
+
+    def _note(self, *tables: dict[str, Any]) -> None:
+        for table in tables:
+            if table:
+                self._full.append((table, ids_of(table)))
+            else:
+                self._empty.append(table)
+
+    def _forget(self) -> None:
+        self._full, self._empty = [], []
+
+
+class BlockRoot(Root):
+    """A model whose blocks have groups, and which itself has one for everything else."""
+
+    def look(self) -> None:
+        self._forget()
+        self._note(self.module._modules)
+        others, blocks = [], []
+        for child in unique(self.module.children()):
+            if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+                self._note(child._modules)
+                blocks += list(child)
+            elif group_hooks(child) is None:
+                others.append(child)
+        for block in unique(blocks):
+            if group_hooks(block) is None:
+                self.cover(block, [block])
+        self._part_with_lost({id(module) for module in [*others, *blocks]}, blocks)
+        self._keep_others(others)
+
+    def _keep_others(self, others: list[torch.nn.Module]) -> None:
+        if ids(self.state.modules) != ids(others):
+            self.state.modules = others
+            self.state.forget_structure()
+
+    @staticmethod
+    def _part_with_lost(present: set[int], blocks: list[torch.nn.Module]) -> None:
+        """A group of several blocks goes on without those that were taken out of the model."""
+        for state in unique(state for state in map(_state, blocks) if state is not None):
+            left = [module for module in state.modules if id(module) in present]
+            if left and len(left) != len(state.modules):
+                state.modules, state.leader = left, state.leader if id(state.leader) in present else left[-1]
+                state.forget_structure()
+
+
+class LeafRoot(Root):
+    """A model each of whose layers has a group, and so has each module with tensors of its own."""
+
+    def __init__(self, module: torch.nn.Module, sample: Any, layers: tuple[type, ...]) -> None:
+        super().__init__(module, sample)
+        self._layers = layers
+
+    def look(self) -> None:
+        self._forget()
+        seen: set[int] = set()
+        for child in self.module.children():
+            self._walk(child, seen)
+        self._note(self.module._modules)
+
+    def _walk(self, module: torch.nn.Module, seen: set[int]) -> None:
+        state = _state(module)
+        if id(module) in seen or (state is not None and (state.root is not None or any(module is own for own in state.modules))):
+            return
+        seen.add(id(module))
+        if state is None and isinstance(module, self._layers):
+            self.cover(module, [module])
+            return
+        if state is None and any(True for _ in _own_tensors(module)):
+            self.cover(module, [])
+            state = _state(module)
+        self._note(module._modules)
+        if state is None:
+            self._note(module._parameters, module._buffers)
+        for child in module.children():
+            self._walk(child, seen)
+
+
+def ids(modules: list[torch.nn.Module]) -> set[int]:
+    """The identities of some modules."""
+    return set(map(id, modules))
+
+
+def _state(module: torch.nn.Module) -> GroupState | None:
+    hook = group_hooks(module)
+    return None if hook is None else state_of(hook.group)
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _registry(module: torch.nn.Module, offloaded: torch.nn.Module) -> Any:
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is not None:
+        return registry
+    # Of the class that upstream uses, wherever that is in this release.
+    kind = next(type(found) for found in (part.__dict__.get("_diffusers_hook") for part in offloaded.modules()) if found is not None)
+    return kind.check_if_exists_or_initialize(module)
