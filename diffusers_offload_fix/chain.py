@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import casting
 from .groups import ATTRIBUTE
 
 Function = Callable[..., Any]
@@ -65,6 +66,8 @@ def register_hook(original: Function) -> Function:
         below = _place_of(self, name)
         if below is not None:
             _sink(self, below)
+        if name == _LAYERWISE_CASTING:
+            casting.attach(hook)
 
     return register_hook
 
@@ -129,6 +132,7 @@ def deepcopy(registry: Any, memo: dict[int, Any]) -> Any:
 def _copy_hook(registry: Any, hook: Any, name: str, memo: dict[int, Any]) -> None:
     memo[id(hook.fn_ref)] = None
     twin = copy.deepcopy(hook, memo)
+    casting.detach(twin)
     # It is initialised already, and its module is not there yet.
     twin.initialize_hook = _as_it_is
     registry.register_hook(twin, name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import backend
+from . import backend, casting
 from .homes import Keep
 from .lane import Lane
 from .tree import is_peculiar
@@ -67,6 +67,9 @@ class Structure:
             self._buffers.append((module._buffers, ids_of(module._buffers)))
         self.owners.update({id(p): module for p in module._parameters.values() if is_peculiar(p)})
         self._note_norm(module)
+        registry = module.__dict__.get("_diffusers_hook")
+        if registry is not None and "layerwise_casting" in registry.hooks:
+            casting.attach(registry.hooks["layerwise_casting"])
 
     def _note_norm(self, module: torch.nn.Module) -> None:
         if isinstance(module, _NormBase):
