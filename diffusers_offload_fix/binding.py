@@ -32,6 +32,7 @@ class Binding:
         kept: what `host_leaves` hold then.
         device_leaves: the leaves that hold the cargo while the tensor is bound.
         outers: wrappers whose own operations count changes on the outside only, not on their leaves.
+        noted: False if its library may keep the tensor where autograd's hooks do not see it.
     """
 
     tensor: Tensor
@@ -39,6 +40,7 @@ class Binding:
     host_leaves: list[Tensor]
     device_leaves: list[Tensor]
     outers: tuple[Tensor, ...] = ()
+    noted: bool = True
 
     @property
     def kept(self) -> list[Tensor]:
@@ -100,6 +102,7 @@ class StatefulBinding(PlainBinding):
     def __init__(self, tree: Tree, device: torch.device, offload_device: torch.device) -> None:
         super().__init__(tree)
         self._tree = tree
+        self.noted = len(tree.leaves) == 1
         self._device = device
         self._offload_device = offload_device
 

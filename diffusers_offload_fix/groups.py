@@ -157,6 +157,7 @@ class GroupState:
         spanning: True if the group is on the device while other groups come and go (the root of a model).
         passive: True if there is nowhere to move to (the onload device is the offload device).
         root: for the group of a whole model: what looks for modules that nobody covers.
+        graph: True while the group is on the device for a forward that autograd may save from.
     """
 
     def __init__(self, group: Any) -> None:
@@ -176,6 +177,7 @@ class GroupState:
         self.thread = 0
         self.lane: Lane | None = None
         self.root: Any = None
+        self.graph = False
         self._entries: list[Entry] = []
         self._structure: Structure | None = None
         self._epoch = -1

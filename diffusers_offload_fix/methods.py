@@ -24,6 +24,7 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Moving weights is not for the compiler. Functions rather than wrapt proxies: a proxy that dynamo traces costs a graph break.
 _enter = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
+_begin = torch.compiler.disable(mover.begin)  # type: ignore[no-untyped-call]
 _leave = torch.compiler.disable(mover.leave)  # type: ignore[no-untyped-call]
 _abandon = torch.compiler.disable(mover.abandon)  # type: ignore[no-untyped-call]
 _park = torch.compiler.disable(mover.park)  # type: ignore[no-untyped-call]
@@ -72,7 +73,7 @@ def _pre_forward(original: Function) -> Function:
         # Inputs first: if they do not fit on the device, the group is not left there.
         if not hasattr(self, newcomers.QUIET):
             args, kwargs = _send(args, state, ()), _send(kwargs, state, _excluded(self))
-        _enter(state, (args, kwargs))
+        _begin(state, (args, kwargs))
         return args, kwargs
 
     return pre_forward
