@@ -228,6 +228,7 @@ class RepackedBinding(Binding):
         self._offload_device = offload_device
         self.cargo = list(self.device_leaves)
         self._kept = [leaf.data for leaf in self.host_leaves]
+        self._in_place = False
         self._versions = self._count()
 
     @property
@@ -255,9 +256,11 @@ class RepackedBinding(Binding):
     def bind(self, views: list[Tensor], in_place: bool) -> None:
         set_leaves(self.device_leaves, views)
         exchange(self.tensor, self._other, self._device, in_place)
+        self._in_place = in_place
 
     def unbind(self) -> None:
-        exchange(self.tensor, self._other, self._offload_device, False)
+        # Swapping a tensor that a graph has saved poisons its gradient.
+        exchange(self.tensor, self._other, self._offload_device, self._in_place)
         set_leaves(self.device_leaves, self.cargo)
         self._versions = self._count()
 
