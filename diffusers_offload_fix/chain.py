@@ -152,6 +152,16 @@ def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
+def copying(original: Function | None) -> Function:
+    """Adds `HookRegistry.__deepcopy__`: also modules without a group may have hooks that have to call the copy."""
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """A registry for the copy of the module."""
+        return deepcopy(self, memo)
+
+    return __deepcopy__
+
+
 def attach_deepcopy(registry: Any) -> None:
     """Makes a copy of the registry's module an ordinary one."""
     registry.__dict__["__deepcopy__"] = types.MethodType(deepcopy, registry)

@@ -189,4 +189,5 @@ PATCHES: tuple[Patch, ...] = (
     Patch("_apply_group_offloading_leaf_level", "mover", "replace", newcomers.leaf_level, ("module",)),
     Patch("HookRegistry.remove_hook", "mover", "replace", chain.remove_hook, ("self", "name", "recurse")),
     Patch("HookRegistry.register_hook", "mover", "replace", chain.register_hook, ("self", "hook", "name")),
+    Patch("HookRegistry.__deepcopy__", "mover", "add", chain.copying),
 )

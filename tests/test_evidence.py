@@ -17,7 +17,7 @@ FOLDER = Path(fixes.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
 # The rows of the field reports that this release must know.
 IDS = {f"Q{number}" for number in (1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15)}
-IDS |= {f"G{number}" for number in (3, 5, 6, 11, 20, 21, 22, 23)} | {"M2", "R1", "tied"}
+IDS |= {f"G{number}" for number in (3, 4, 5, 6, 7, 11, 14, 20, 21, 22, 23)} | {"M2", "R1", "tied"}
 
 CONTRACT = """
 import gc, time, warnings

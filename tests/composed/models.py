@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def flux(weights: Weights = "plain", blocks: int = 2) -> Any:
+def flux(weights: Weights = "plain", blocks: int = 2, seed: int = 0) -> Any:
     """A Flux transformer on the CPU."""
-    with seeded(0):
+    with seeded(seed):
         model = pipeline.build_transformer(blocks)
     pipeline.quantise(model, weights)
     return model
@@ -77,7 +77,26 @@ def unet_inputs(device: torch.device, seed: int = 0, dtype: torch.dtype = torch.
         "sample": torch.randn(1, 4, 8, 8, generator=generator).to(device, dtype),
         "timestep": 5,
         "encoder_hidden_states": torch.randn(1, TOKENS, WIDTH, generator=generator).to(device, dtype),
+        "added_cond_kwargs": {"image_embeds": [torch.randn(1, 1, 8, generator=generator).to(device, dtype)]},
     }
+
+
+def text_encoder(weights: Weights = "plain") -> Any:
+    """A CLIP text encoder on the CPU."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "max_position_embeddings": 16}
+    with seeded(2):
+        model = CLIPTextModel(CLIPTextConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
+    return model.eval().requires_grad_(False)
+
+
+def text_inputs(device: torch.device, seed: int = 0) -> dict[str, Any]:
+    """Tokens, among them the last of the vocabulary."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tokens = torch.randint(0, 62, (1, TOKENS), generator=generator)
+    tokens[0, 0] = 62
+    return {"input_ids": tokens.to(device)}
 
 
 def lora(model: Any, seed: int = 0, *, rank: int = 4, zero: bool = False, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
@@ -92,6 +111,3 @@ def lora(model: Any, seed: int = 0, *, rank: int = 4, zero: bool = False, prefix
         found[f"{prefix}{name}.lora_A.weight"] = down.to(torch.bfloat16)
         found[f"{prefix}{name}.lora_B.weight"] = up.to(torch.bfloat16)
     return found
-
-
-Build = Callable[[Weights], Any]
