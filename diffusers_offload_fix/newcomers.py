@@ -1,4 +1,4 @@
-"""Modules that come under an offloaded model after it was enabled, and get groups as if they had been there (G7, D3).
+"""Modules that come under an offloaded model after it was enabled, and get groups as if they had been there (G7).
 
 An adapter is injected, projections are fused, a block is replaced: upstream has hooks for none of these modules, and their weights stay
 on the host. The root of every offloaded model looks at what hangs under it before each forward, and covers what nobody covers.
