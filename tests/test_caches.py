@@ -27,9 +27,10 @@ def build(cache: str, order: str, mode: str, device: torch.device) -> tuple[Any,
                 net.enable_cache(caching.configs()[cache]())
             elif what == "lora":
                 with sim.xpu_shim():
-                    caching.add_lora(net, device)
+                    caching.add_lora(net)
             elif what == "run":
-                caching.loop(net, device)
+                with torch.no_grad():
+                    net(**models.flux_inputs(device))
     return resident, model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +48,16 @@ def loop(model: Any, device: torch.device, after: Callable[[], Any] = lambda: No
         _now[0] = 900.0 - 100 * step
         inputs = models.flux_inputs(device, int(step > 3))
         inputs["timestep"] = inputs["timestep"] + _now[0] / 1000
-        with torch.no_grad(), model.cache_context("cond"):
+        # The oldest releases know no contexts.
+        context = model.cache_context("cond") if hasattr(model, "cache_context") else contextlib.nullcontext()
+        with torch.no_grad(), context:
             outputs.append(model(**inputs, return_dict=False)[0])
         notes.append(after())
     model._reset_stateful_cache()
     return outputs, notes
 
 
-def add_lora(model: Any, device: torch.device) -> None:
+def add_lora(model: Any) -> None:
     """Loads an adapter as a pipeline does, which removes the hooks of group offloading and puts them back."""
     from diffusers.hooks import group_offloading
 

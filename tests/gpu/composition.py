@@ -112,7 +112,7 @@ def _cache(cache: str, order: str, mode: str, lora: bool) -> Scenario:
             else:
                 place.enable(model, place.device, MODES[mode])
         for net in (resident, model) if lora else ():
-            caching().add_lora(net, place.device)
+            caching().add_lora(net)
         found = []
         for turn in range(2):
             wanted, got = (caching().loop(net, place.device)[0] for net in (resident, model))
