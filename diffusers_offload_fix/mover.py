@@ -23,7 +23,11 @@ def begin(state: GroupState, inputs: Any = None) -> None:
     """Before a module of the group runs: enters the group, and sees to what autograd saves of it."""
     enter(state, inputs)
     if torch.is_grad_enabled() and not state.passive:
-        training.begin(state)
+        try:
+            training.begin(state)
+        except BaseException:
+            abandon(state)
+            raise
 
 
 def enter(state: GroupState, inputs: Any = None) -> None:

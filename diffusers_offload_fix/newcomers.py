@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ class Root:
         self._named = "group_id" in known
         self._full: list[tuple[dict[str, Any], tuple[int, ...]]] = []
         self._empty: list[dict[str, Any]] = []
+        #: What had no group when offloading was enabled has none on purpose.
+        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._first = True
 
     def refresh(self) -> None:
         """Covers what has come since the last look."""
@@ -102,8 +106,21 @@ class Root:
             self.look()
 
     def look(self) -> None:
-        """Covers every module that nobody covers, and notes what is there now."""
+        """Covers every module that has come and that nobody covers, and notes what is there now."""
+        self._full, self._empty = [], []
+        self._walk_all()
+        self._first = False
+
+    def _walk_all(self) -> None:
         raise NotImplementedError
+
+    def _is_newcomer(self, module: torch.nn.Module) -> bool:
+        """True for a module without a group that was not there when offloading was enabled."""
+        if group_hooks(module) is not None or module in self._known:
+            return False
+        if self._first:
+            self._known.add(module)
+        return not self._first
 
     def cover(self, module: torch.nn.Module, modules: list[torch.nn.Module], **options: Any) -> Any:
         """Gives `module` a hook with a group of its own, which holds `modules` and the module's own tensors."""
@@ -123,42 +140,37 @@ class Root:
             else:
                 self._empty.append(table)
 
-    def _forget(self) -> None:
-        self._full, self._empty = [], []
-
 
 class BlockRoot(Root):
     """A model whose blocks have groups, and which itself has one for everything else."""
 
-    def look(self) -> None:
-        self._forget()
+    def _walk_all(self) -> None:
         self._note(self.module._modules)
-        others, blocks = [], []
+        blocks = []
         for child in unique(self.module.children()):
             if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
                 self._note(child._modules)
                 blocks += list(child)
-            elif group_hooks(child) is None:
-                others.append(child)
+            elif self._is_newcomer(child):
+                self._known.add(child)
+                self.state.modules.append(child)
+                self.state.forget_structure()
         for block in unique(blocks):
-            if group_hooks(block) is None:
+            if self._is_newcomer(block):
                 self.cover(block, [block])
-        self._part_with_lost({id(module) for module in [*others, *blocks]}, blocks)
-        self._keep_others(others)
-
-    def _keep_others(self, others: list[torch.nn.Module]) -> None:
-        if ids(self.state.modules) != ids(others):
-            self.state.modules = others
-            self.state.forget_structure()
+        if not self._first:
+            present = ids(self.module.modules())
+            for state in unique([self.state, *(state for state in map(_state, blocks) if state is not None)]):
+                self._part_with_lost(state, present)
 
     @staticmethod
-    def _part_with_lost(present: set[int], blocks: list[torch.nn.Module]) -> None:
-        """A group of several blocks goes on without those that were taken out of the model."""
-        for state in unique(state for state in map(_state, blocks) if state is not None):
-            left = [module for module in state.modules if id(module) in present]
-            if left and len(left) != len(state.modules):
-                state.modules, state.leader = left, state.leader if id(state.leader) in present else left[-1]
-                state.forget_structure()
+    def _part_with_lost(state: GroupState, present: set[int]) -> None:
+        """A group of several modules goes on without those that were taken out of the model."""
+        left = [module for module in state.modules if id(module) in present]
+        if len(left) != len(state.modules):
+            state.modules = left
+            state.leader = state.leader if id(state.leader) in present or not left else left[-1]
+            state.forget_structure()
 
 
 class LeafRoot(Root):
@@ -168,8 +180,7 @@ class LeafRoot(Root):
         super().__init__(module, sample)
         self._layers = layers
 
-    def look(self) -> None:
-        self._forget()
+    def _walk_all(self) -> None:
         seen: set[int] = set()
         for child in self.module.children():
             self._walk(child, seen)
@@ -180,11 +191,11 @@ class LeafRoot(Root):
         if id(module) in seen or (state is not None and (state.root is not None or any(module is own for own in state.modules))):
             return
         seen.add(id(module))
-        if state is None and isinstance(module, self._layers):
-            self.cover(module, [module])
-            return
-        if state is None and any(True for _ in _own_tensors(module)):
-            self.cover(module, [])
+        is_layer = isinstance(module, self._layers)
+        if (is_layer or any(True for _ in _own_tensors(module))) and self._is_newcomer(module):
+            self.cover(module, [module] if is_layer else [])
+            if is_layer:
+                return
             state = _state(module)
         self._note(module._modules)
         if state is None:
@@ -193,7 +204,7 @@ class LeafRoot(Root):
             self._walk(child, seen)
 
 
-def ids(modules: list[torch.nn.Module]) -> set[int]:
+def ids(modules: Iterable[torch.nn.Module]) -> set[int]:
     """The identities of some modules."""
     return set(map(id, modules))
 

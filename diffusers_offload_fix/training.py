@@ -39,6 +39,7 @@ Unpack = Callable[[Any], Tensor]
 _local = threading.local()
 #: Units on the device that a graph may save from, by their storage; an entry may be out of date and is checked.
 _bound: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+_ranges: weakref.WeakKeyDictionary[Unit, tuple[Any, tuple[list[int], list[list[Tensor]]]]] = weakref.WeakKeyDictionary()
 _gradients: weakref.WeakKeyDictionary[Entry, Any] = weakref.WeakKeyDictionary()
 
 
@@ -102,6 +103,8 @@ def refusal(state: GroupState) -> str | None:
     if reason is not None:
         return f"hooks for saved tensors are disabled: {reason}"
     for unit in state.units:
+        if unit.slot is not None and unit.slot.key is not None:
+            return "another group, whose forward records no graph, has brought its weights to memory that will be used again"
         for entry in unit.entries:
             if entry.binding is not None and not entry.binding.noted:
                 return (
@@ -112,8 +115,9 @@ def refusal(state: GroupState) -> str | None:
 
 def begin(state: GroupState) -> None:
     """Before a module of the group runs with gradients enabled: from here on, its weights are saved as notes."""
-    pushed = state.graph and refusal(state) is None
-    if pushed:
+    stack = _stack()
+    stack.append(False)
+    if state.graph and refusal(state) is None:
         with quiet():
             for unit in state.units:
                 _bound[unit.slot.memory.untyped_storage()._cdata] = unit
@@ -121,7 +125,7 @@ def begin(state: GroupState) -> None:
                 for entry in unit.entries:
                     _bring_gradient_home(entry, unit)
         torch._C._autograd._push_saved_tensors_default_hooks(*_hooks())
-    _stack().append(pushed)
+        stack[-1] = True
 
 
 def end() -> None:
@@ -183,7 +187,10 @@ def _unit_of(tensor: Tensor) -> Unit | None:
 
 def _counted_at(unit: Unit, offset: int) -> list[Tensor]:
     """The tensors whose change counters tell of the byte at `offset` in the unit's device memory."""
-    starts, tensors = unit.ranges()
+    found = _ranges.get(unit)
+    if found is None or found[0] is not unit.home.layout:
+        found = _ranges[unit] = unit.home.layout, unit.ranges()
+    starts, tensors = found[1]
     return tensors[max(0, bisect.bisect_right(starts, offset) - 1)]
 
 
