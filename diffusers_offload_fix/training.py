@@ -321,7 +321,8 @@ def _follow(entry: weakref.ref[Entry], device: torch.device, home: torch.device,
             _move_gradient(found.tensor, gradient.device)
 
     def after(parameter: Tensor) -> None:
-        if parameter.device == home and parameter.grad is not None and parameter.grad.device == device:
+        # Wherever the parameter is: its group may be there for a forward that is recomputed.
+        if parameter.grad is not None and parameter.grad.device == device:
             _move_gradient(parameter, home)
 
     added: list[Any] = [tensor.register_hook(before)]  # type: ignore[no-untyped-call]
