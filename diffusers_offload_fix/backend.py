@@ -54,7 +54,7 @@ _pinned: dict[int, int] = {}
 
 def pinned_bytes() -> int:
     """Bytes of host memory that this plugin holds pinned now."""
-    return sum(_pinned.values())
+    return sum(_pinned.copy().values())
 
 
 def is_pinned_here(tensor: Tensor) -> bool:
@@ -62,7 +62,8 @@ def is_pinned_here(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu":
         return False
     where = tensor.data_ptr()
-    return any(start <= where < start + nbytes for start, nbytes in list(_pinned.items()))
+    # A copy in one step: a block may be collected, and its entry taken out, while this iterates.
+    return any(start <= where < start + nbytes for start, nbytes in _pinned.copy().items())
 
 
 def pinned_memory(nbytes: int, device: torch.device) -> numpy.ndarray[Any, Any]:

@@ -32,6 +32,7 @@ class Binding:
         kept: what `host_leaves` hold then.
         device_leaves: the leaves that hold the cargo while the tensor is bound.
         outers: wrappers whose own operations count changes on the outside only, not on their leaves.
+        noted: False if its library may keep the tensor where autograd's hooks do not see it.
     """
 
     tensor: Tensor
@@ -39,6 +40,7 @@ class Binding:
     host_leaves: list[Tensor]
     device_leaves: list[Tensor]
     outers: tuple[Tensor, ...] = ()
+    noted: bool = True
 
     @property
     def kept(self) -> list[Tensor]:
@@ -113,6 +115,7 @@ class StatefulBinding(PlainBinding):
     def __init__(self, tree: Tree, device: torch.device, offload_device: torch.device) -> None:
         super().__init__(tree)
         self._tree = tree
+        self.noted = len(tree.leaves) == 1
         self._device = device
         self._offload_device = offload_device
 
@@ -238,6 +241,7 @@ class RepackedBinding(Binding):
         self._offload_device = offload_device
         self.cargo = list(self.device_leaves)
         self._kept = [leaf.data for leaf in self.host_leaves]
+        self._in_place = False
         self._versions = self._count()
 
     @property
@@ -278,9 +282,11 @@ class RepackedBinding(Binding):
     def bind(self, views: list[Tensor], in_place: bool) -> None:
         set_leaves(self.device_leaves, views)
         exchange(self.tensor, self._other, self._device, in_place)
+        self._in_place = in_place
 
     def unbind(self) -> None:
-        exchange(self.tensor, self._other, self._offload_device, False)
+        # Swapping a tensor that a graph has saved poisons its gradient.
+        exchange(self.tensor, self._other, self._offload_device, self._in_place)
         set_leaves(self.device_leaves, self.cargo)
         self._versions = self._count()
 

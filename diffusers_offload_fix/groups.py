@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import backend
+from . import backend, casting
 from .homes import Keep
 from .lane import Lane
 from .tree import is_peculiar
@@ -67,6 +67,9 @@ class Structure:
             self._buffers.append((module._buffers, ids_of(module._buffers)))
         self.owners.update({id(p): module for p in module._parameters.values() if is_peculiar(p)})
         self._note_norm(module)
+        registry = module.__dict__.get("_diffusers_hook")
+        if registry is not None and "layerwise_casting" in registry.hooks:
+            casting.attach(registry.hooks["layerwise_casting"])
 
     def _note_norm(self, module: torch.nn.Module) -> None:
         if isinstance(module, _NormBase):
@@ -159,6 +162,8 @@ class GroupState:
         folder: where the group's file is wanted, or None for a group that is kept in memory.
         held: True while a module that is not the leader keeps the group on the device.
         handles: of the hooks on modules that may be run by themselves.
+        root: for the group of a whole model: what looks for modules that nobody covers.
+        graph: True while the group is on the device for a forward that autograd may save from.
     """
 
     def __init__(self, group: Any) -> None:
@@ -181,6 +186,8 @@ class GroupState:
         self.lane: Lane | None = None
         self.held = False
         self.handles: list[Any] = []
+        self.root: Any = None
+        self.graph = False
         self._entries: list[Entry] = []
         self._structure: Structure | None = None
         self._epoch = -1
@@ -201,6 +208,10 @@ class GroupState:
         """True if `plan` would change nothing."""
         return self._epoch == _epoch and self._structure is not None and self._structure.intact()
 
+    def forget_structure(self) -> None:
+        """Has the tensors read again before the next use: the group has other modules now."""
+        self._structure = None
+
     def retire(self) -> None:
         """Lets go of the tensors: the group's hook was removed."""
         self.detach()
@@ -210,7 +221,7 @@ class GroupState:
             self.lane.order.forget(self)
             self.lane.groups.discard(self)
             self.lane.changed = True
-        self._entries, self._structure, self.units, self._epoch = [], None, [], -1
+        self._entries, self._structure, self.units, self._epoch, self.root = [], None, [], -1, None
         _bump()
 
     def detach(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend
+from . import adoption, backend
 from .layout import Layout, Place
 
 logger = logging.getLogger("diffusers_offload_fix")
@@ -102,7 +102,7 @@ def make_home(
     layout = Layout(leaves, packs)
     if keep is not Keep.AS_IS and layout.nbytes and offload_device.type == "cpu":
         try:
-            return _slab_home(layout, device, keep is Keep.PINNED)
+            return _adopted_home(leaves, packs, device, keep is Keep.PINNED) or _slab_home(layout, device, keep is Keep.PINNED)
         except backend.PinError as error:
             warn_unpinned(layout.nbytes, error)
         except (MemoryError, OSError) as error:
@@ -110,8 +110,17 @@ def make_home(
     return _plain_home(layout, offload_device)
 
 
+def _adopted_home(leaves: list[Tensor], packs: list[bool] | None, device: torch.device, pinned: bool) -> Home | None:
+    parts = adoption.adopt(leaves, packs, pinned, lambda new: _slab_home(Layout(new), device, pinned))
+    if parts is None:
+        return None
+    layout, found, regions = parts
+    return Home(layout, found, regions, regions[0] if len(regions) == 1 else None, pinned)
+
+
 def _slab_home(layout: Layout, device: torch.device, pinned: bool) -> Home:
     block = backend.pinned_memory(layout.nbytes, device) if pinned else backend.ordinary_memory(layout.nbytes)
+    adoption.remember(block, pinned)
     slab = backend.as_tensor(block, 0, layout.nbytes, torch.uint8)
     regions = layout.slices(slab)
     for region, source in zip(regions, layout.sources):

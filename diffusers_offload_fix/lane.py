@@ -160,18 +160,21 @@ class Lane:
         else:
             self._look_anew()
 
-    def end(self) -> None:
+    def end(self, ahead: bool = True) -> None:
         """After the last group of a forward, or between two where none is active: nothing is bound.
 
         Outside a loop the host waits for the last copy of the forward here, once: a weight that is changed in place right after a
         forward must not be changed under a copy that the forward still reads. In a loop the next forward comes first.
+
+        Args:
+            ahead: whether to copy what is expected next, if the forward goes on.
         """
         if self.order.ended():
             self._between = True
         keeps = self.looping or not self._between
         if not keeps:
             self.finish()
-        elif not self._between:
+        elif ahead and not self._between:
             self.prefetch()
         if keeps or self.transfer.busy:
             self.rested = time.monotonic()

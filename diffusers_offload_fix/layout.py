@@ -74,6 +74,10 @@ class Layout:
         for run in _overlapping(ranges):
             self._add(leaves, run)
         self.device_nbytes = self.nbytes
+        self.pack(leaves, packs)
+
+    def pack(self, leaves: list[Tensor], packs: list[bool] | None) -> None:
+        """Gives the leaves that `packs` names a dense place on the device."""
         for index, leaf in enumerate(leaves):
             if packs is not None and packs[index]:
                 self._pack(index, leaf)

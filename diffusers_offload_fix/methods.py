@@ -6,8 +6,6 @@ through the original methods, and so does everything else about it.
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
 import types
 import weakref
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import _startup, applying, borrowed, enabling, mover
+from . import _startup, applying, borrowed, chain, enabling, mover, newcomers
 from .groups import ATTRIBUTE, GroupState, group_hooks, state_of
 from .inputs import send
 from .patcher import Patch
@@ -28,6 +26,7 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Moving weights is not for the compiler. Functions rather than wrapt proxies: a proxy that dynamo traces costs a graph break.
 _enter = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
+_begin = torch.compiler.disable(mover.begin)  # type: ignore[no-untyped-call]
 _leave = torch.compiler.disable(mover.leave)  # type: ignore[no-untyped-call]
 _abandon = torch.compiler.disable(mover.abandon)  # type: ignore[no-untyped-call]
 _explain = torch.compiler.disable(borrowed.explain)  # type: ignore[no-untyped-call]
@@ -78,8 +77,9 @@ def _pre_forward(original: Function) -> Function:
         if state is None:
             return original(self, module, *args, **kwargs)
         # Inputs first: if they do not fit on the device, the group is not left there.
-        args, kwargs = send(args, state), send(kwargs, state, _excluded(self))
-        _enter(state, (args, kwargs))
+        if not hasattr(self, newcomers.QUIET):
+            args, kwargs = send(args, state), send(kwargs, state, _excluded(self))
+        _begin(state, (args, kwargs))
         return args, kwargs
 
     return pre_forward
@@ -125,38 +125,10 @@ def _deinitalize_hook(original: Function) -> Function:
             mover.retire(state)
         registry = module.__dict__.get("_diffusers_hook")
         if registry is not None:
-            registry.__dict__.pop("__deepcopy__", None)
-            _relink(registry, self, module)
+            chain.detach_deepcopy(registry)
         return original(self, module)
 
     return deinitalize_hook
-
-
-def _relink(registry: Any, hook: Any, module: torch.nn.Module) -> None:
-    """Closes the chain of forwards behind a hook that is being removed, where upstream leaves it open (RC8).
-
-    When a hook below this one was removed, upstream wrote the new link over `forward` and left `original_forward` stale, which it
-    has just followed. And where the hook above has a `new_forward` of its own, upstream has just written the link over that.
-    """
-    index = registry._hook_order.index(_GROUP_OFFLOADING) if registry.hooks.get(_GROUP_OFFLOADING) is hook else -1
-    if index < 0:
-        return
-    link = hook.fn_ref
-    below = link.original_forward if _is_own(link.forward, hook) else link.forward
-    if index == len(registry._hook_order) - 1:
-        module.forward = below
-        return
-    above = registry._fn_refs[index + 1]
-    if above.original_forward is None:
-        above.forward = below
-        return
-    owner = registry.hooks[registry._hook_order[index + 1]]
-    above.original_forward = below
-    above.forward = functools.update_wrapper(functools.partial(owner.new_forward, module), owner.new_forward)
-
-
-def _is_own(forward: Any, hook: Any) -> bool:
-    return isinstance(forward, functools.partial) and getattr(forward.func, "__self__", None) is hook
 
 
 def _lazy_initialize_hook(original: Function) -> Function:
@@ -184,48 +156,26 @@ def _initialize_hook(original: Function) -> Function:
         """Offloads the group, as upstream does, and sees to it that a copy of the module is an ordinary one."""
         registry = module.__dict__.get("_diffusers_hook")
         if registry is not None and state_of(self.group) is not None:
-            registry.__dict__["__deepcopy__"] = types.MethodType(_deepcopy, registry)
+            chain.attach_deepcopy(registry)
         return original(self, module)
 
     return initialize_hook
 
 
-def _deepcopy(registry: Any, memo: dict[int, Any]) -> Any:
-    # Upstream copies the hooks but not the closures that call them: a copied model would run the original's weights.
-    module = registry._module_ref
-    twin = memo.get(id(module))
-    if twin is None or set(registry.hooks) - _OURS:
-        return _plain_deepcopy(registry, memo)
-    forward = module.__dict__.get("forward")
-    if forward is not None:
-        memo[id(forward)] = types.MethodType(type(module).forward, twin)
-        memo.setdefault(id(memo), []).append(forward)
-    return type(registry)(twin)
-
-
-#: Hooks of group offloading; a registry with others is copied as upstream does.
-_GROUP_OFFLOADING = "group_offloading"
-_OURS = {_GROUP_OFFLOADING, "lazy_prefetch_group_offloading"}
-
-
-def _plain_deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """What `copy.deepcopy` does for a class without a method of its own."""
-    twin = object.__new__(type(value))
-    memo[id(value)] = twin
-    attributes = {name: item for name, item in value.__dict__.items() if name != "__deepcopy__"}
-    twin.__dict__.update(copy.deepcopy(attributes, memo))
-    return twin
-
-
 def _block_level(original: Function) -> Function:
     def apply(module: torch.nn.Module, **arguments: Any) -> None:
         applying.Builder(sys.modules[_startup.TARGET], arguments).build(module)
+        newcomers.watch(module, newcomers.BlockRoot)
 
     return applying.replaced(apply, original)
 
 
 def _leaf_level(original: Function) -> Function:
-    return applying.replaced(original, original)
+    def apply(module: torch.nn.Module, **arguments: Any) -> None:
+        original(module, **arguments)
+        newcomers.watch(module, newcomers.LeafRoot, newcomers.layers(original))
+
+    return applying.replaced(apply, original)
 
 
 def release() -> None:
@@ -250,4 +200,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("LazyPrefetchGroupOffloadingHook.post_forward", "mover", "replace", _lazy_post_forward, ("self", "module", "output")),
     Patch("_apply_group_offloading_block_level", "mover", "replace", _block_level, ("module",)),
     Patch("_apply_group_offloading_leaf_level", "mover", "replace", _leaf_level, ("module",)),
+    Patch("HookRegistry.remove_hook", "mover", "replace", chain.remove_hook, ("self", "name", "recurse")),
+    Patch("HookRegistry.register_hook", "mover", "replace", chain.register_hook, ("self", "hook", "name")),
+    Patch("HookRegistry.__deepcopy__", "mover", "add", chain.copying),
 )

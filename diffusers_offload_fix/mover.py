@@ -9,27 +9,43 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from . import enabling
+from . import enabling, training
 from .files import write_all
 from .groups import GroupState, quiet, unique
 from .homes import Keep
 from .lane import Lane
 
-#: Told to whoever runs a backward pass through weights that have left the device.
+#: Told to whoever runs a backward pass that cannot be supported, before it has changed anything.
 BACKWARD = (
-    "A backward pass reached the group-offloaded module {name}, whose weights have left the device. Group offloading is for "
-    "inference: run the forward under torch.no_grad() or torch.inference_mode(), or train without group offloading."
+    "A backward pass reached the group-offloaded module {name}, which does not support it: {why}. Run the forward under "
+    "torch.no_grad() or torch.inference_mode(), or train without group offloading."
 )
+
+
+def begin(state: GroupState, inputs: Any = None) -> None:
+    """Before a module of the group runs: enters the group, and sees to what autograd saves of it."""
+    enter(state, inputs)
+    if torch.is_grad_enabled() and not state.passive:
+        try:
+            training.begin(state)
+        except BaseException:
+            abandon(state)
+            raise
 
 
 def enter(state: GroupState, inputs: Any = None) -> None:
     """Brings the group to the device, ready for the stream that computes. Harmless if it is there already."""
     if state.passive:
         return
-    graph = torch.is_grad_enabled() and _makes_graph(state, inputs)
+    if state.root is not None:
+        state.root.refresh()
+    graph = torch.is_grad_enabled() and training.makes_graph(state, tree_leaves(inputs))
     with quiet():
         lane = _planned(state)
         with lane.lock:
+            if state.active and graph and not state.graph and not state.running:
+                # Memory that is used again is no place for what a graph may save.
+                _deactivate(lane, state)
             if not state.active:
                 _evict_idle(lane, state)
                 _activate(lane, state, graph)
@@ -43,6 +59,7 @@ def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> Non
     if state.passive:
         return
     if torch.is_grad_enabled():
+        training.end()
         _guard_backward(state, output)
     lane = state.lane
     if lane is None:
@@ -71,6 +88,8 @@ def abandon(state: GroupState) -> None:
     lane = state.lane
     if state.passive or lane is None:
         return
+    if torch.is_grad_enabled():
+        training.end()
     with quiet(), lane.lock:
         for other in [*_entered_inside(lane, state), *([state] if state.active else [])]:
             _deactivate(lane, other)
@@ -117,12 +136,12 @@ def offload(lane: Lane, state: GroupState) -> None:
     _deactivate(lane, state)
     if lane.active:
         # After the last group of a forward there is nothing to copy for it; what the next one needs is copied when it begins.
-        if not lane.order.ended():
+        if not state.graph and not lane.order.ended():
             lane.prefetch()
         return
     if state.spanning:
         lane.order.edge()
-    lane.end()
+    lane.end(ahead=not state.graph)
 
 
 def _entered_inside(lane: Lane, state: GroupState) -> list[GroupState]:
@@ -171,7 +190,7 @@ def _activate(lane: Lane, state: GroupState, graph: bool) -> None:
             lane.release(unit)
         lane.clear()
         raise
-    state.active, state.thread = True, threading.get_ident()
+    state.active, state.graph, state.thread = True, graph, threading.get_ident()
     lane.entered(state)
 
 
@@ -191,16 +210,12 @@ def _evict_idle(lane: Lane, coming: GroupState) -> None:
             _deactivate(lane, state)
 
 
-def _makes_graph(state: GroupState, inputs: Any) -> bool:
-    """True if autograd will save this group's weights: then their memory must not be reused."""
-    if any(entry.tensor.requires_grad for unit in state.units for entry in unit.entries):
-        return True
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(inputs))
-
-
 def _guard_backward(state: GroupState, output: Any) -> None:
-    """Makes a backward pass through the group fail with a reason instead of a device mismatch or a wrong gradient (T1)."""
-    message = BACKWARD.format(name=type(state.leader).__name__)
+    """Makes a backward pass that cannot be supported fail with a reason instead of a device mismatch or a wrong gradient (T1)."""
+    why = training.refusal(state) if state.graph else None
+    if why is None:
+        return
+    message = BACKWARD.format(name=type(state.leader).__name__, why=why)
 
     def refuse(_: Any) -> None:
         raise RuntimeError(message)

@@ -92,11 +92,11 @@ def look(module: ModuleType, patch: Patch) -> Place:
     entry = vars(owner).get(name, _ABSENT)
     _drop_reloaded(spot, entry)
     record = _records.get(spot)
-    if record is not None and not _is_reloaded(owner, entry, record):
+    if record is not None:
         return Place.OURS if _holds(entry, record.installed) else Place.DISPLACED
     if entry is _ABSENT:
         return Place.PRISTINE if patch.kind == "add" else Place.DRIFTED
-    if not _is_from(entry, module):
+    if not _is_from(entry, getattr(owner, "__module__", module.__name__)):
         return Place.FOREIGN
     return Place.PRISTINE if _fits(entry, patch) else Place.DRIFTED
 
@@ -106,7 +106,7 @@ def _drop_reloaded(spot: tuple[Any, str], entry: Any) -> None:
     record = _records.get(spot)
     if record is None or not inspect.ismodule(spot[0]) or not inspect.isfunction(record.original):
         return
-    if entry is not record.original and not _holds(entry, record.installed) and _is_from(entry, spot[0]):
+    if entry is not record.original and not _holds(entry, record.installed) and _is_from(entry, spot[0].__name__):
         del _records[spot]
 
 
@@ -131,7 +131,9 @@ def install(module: ModuleType, patches: list[Patch]) -> None:
     done: list[tuple[Any, str]] = []
     try:
         for patch in patches:
-            done.append(_install(module, patch))
+            # A class of another module outlives a reload of the target, and so does what is installed in it.
+            if look(module, patch) is not Place.OURS:
+                done.append(_install(module, patch))
     except Exception as error:
         for spot in reversed(done):
             _undo(spot)
@@ -178,13 +180,19 @@ def _make(patch: Patch, original: Any, inherited: Any) -> Any:
 def _undo(spot: tuple[Any, str]) -> bool:
     owner, name = spot
     record = _records.pop(spot)
-    if vars(owner).get(name, _ABSENT) is not record.installed:
-        return False
+    entry = vars(owner).get(name, _ABSENT)
+    if entry is not record.installed:
+        return _is_reloaded(owner, entry)
     if record.original is _ABSENT:
         delattr(owner, name)
     else:
         setattr(owner, name, record.original)
     return True
+
+
+def _is_reloaded(owner: Any, entry: Any) -> bool:
+    """Whether a reload of the module has put its own function back; a reload makes new classes, but no new module."""
+    return inspect.ismodule(owner) and entry is not _ABSENT and _is_from(entry, owner.__name__)
 
 
 def _outer(entry: Any) -> Iterator[Any]:
@@ -198,18 +206,13 @@ def _holds(entry: Any, installed: Any) -> bool:
     return entry is installed or any(id(link) in outer for link in chain(entry))
 
 
-def _is_reloaded(owner: Any, entry: Any, record: _Record) -> bool:
-    """Whether a function of the target module is a new one of its own: a reload makes it anew in the same module object."""
-    return isinstance(owner, ModuleType) and entry is not record.original and _is_from(entry, owner)
-
-
-def _is_from(entry: Any, module: ModuleType) -> bool:
-    """Whether every layer is the target's own code, or a layer that torch.compiler.disable put there."""
+def _is_from(entry: Any, origin: str) -> bool:
+    """Whether every layer is code of the module named `origin`, or a layer that torch.compiler.disable put there."""
     for link in chain(entry):
         if not inspect.isfunction(link):
             return False
         home = link.__globals__.get("__name__", "")
-        if home != module.__name__ and not home.startswith("torch."):
+        if home != origin and not home.startswith("torch."):
             return False
     return True
 

@@ -198,6 +198,16 @@ class Unit:
         self._stamp = self._device_stamp()
         self.bound = True
 
+    def ranges(self) -> tuple[list[int], list[list[Tensor]]]:
+        """Where each leaf starts in device memory (bytes, ascending), and the tensors whose counters tell of its changes."""
+        layout, bindings = self.home.layout, [binding for binding in self._bindings for _ in binding.cargo]
+        found = []
+        for place, binding in zip(layout.places, bindings):
+            start = layout.regions[place.region].offset + place.offset if place.dense is None else place.dense[0]
+            found.append((start, [*binding.outers, *binding.host_leaves]))
+        found.sort(key=lambda pair: pair[0])
+        return [start for start, _ in found], [tensors for _, tensors in found]
+
     def _views_in(self, slot: Any) -> tuple[list[list[Tensor]], tuple[Holding, list[int]]]:
         # The same slot may lie at another address in another forward: its views are good, what they hold is not.
         where = slot.memory.data_ptr()

@@ -23,7 +23,7 @@ def test_the_plugin_first() -> None:
 
     diffusers_offload_fix.deactivate()
     originals = raw(module)
-    assert all(entry is None or entry.__module__ == TARGET for entry in originals.values())
+    assert all(entry is None or entry.__module__.startswith("diffusers.hooks.") for entry in originals.values())
     assert originals["GroupOffloadingHook.new_forward"] is None
     assert "inactive" in states() and "applied" not in states()
 
@@ -155,7 +155,7 @@ def test_switched_off() -> None:
     assert lines == ["not activated: DIFFUSERS_OFFLOAD_FIX=0"]
     module = target()
     assert "inactive" in states() and "applied" not in states()
-    assert all(entry is None or entry.__module__ == TARGET for entry in raw(module).values())
+    assert all(entry is None or entry.__module__.startswith("diffusers.hooks.") for entry in raw(module).values())
     """,
         DIFFUSERS_OFFLOAD_FIX="0",
     )

@@ -84,6 +84,10 @@ def differs(make, change=lambda net: None, keep=None, **options):
 def double(net):
     net.blocks[1].lin.weight.data = 2 * net.blocks[1].lin.weight.data
 
+def replace(net):
+    torch.manual_seed(7)
+    net.blocks[1] = Block().requires_grad_(False)
+
 def tied():
     net = model()
     net.blocks[1].lin.weight = net.blocks[0].lin.weight
@@ -210,6 +214,7 @@ SCENE = {
     "G3": lambda: ran(model).count.device.type != "cpu",
     "G5": lambda: ran(partial(model, Refusing), use_stream=False).lin.weight.device.type != "cpu",
     "G6": lambda: differs(model, change=double),
+    "G7": lambda: differs(model, change=replace, use_stream=False),
     "G11": lambda: differs(model, offload_type="leaf_level"),
     "G22": lambda: differs(partial(model, has_own=False)),
     "G23": lambda: differs(model),
