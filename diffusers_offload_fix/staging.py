@@ -89,13 +89,9 @@ class Ring:
         # A thread does not survive a fork.
         if self._executor is None or self._pid != os.getpid():
             spare = deque(range(self.threads))
-            self._executor = ThreadPoolExecutor(self.threads, "offload-staging", initializer=self._begin, initargs=(spare,))
+            self._executor = ThreadPoolExecutor(self.threads, "offload-staging", initializer=_begin, initargs=(self._own, spare))
             self._pid = os.getpid()
         return self._executor
-
-    def _begin(self, spare: deque[int]) -> None:
-        self._own.index = spare.popleft()
-        share_cores()
 
     def _whole(self, home: Home, room: Room, stream: Any) -> Any:
         # What is laid out anew on arrival has to be there as a whole.
@@ -163,6 +159,12 @@ class Ring:
                 copy_all(*sent)
             event = self._sent[index] = self._streams.mark(stream)
         return event
+
+
+def _begin(own: threading.local, spare: deque[int]) -> None:
+    # No method of the ring: a thread that holds its ring would keep itself, and the buffers, alive.
+    own.index = spare.popleft()
+    share_cores()
 
 
 class Room:
