@@ -37,7 +37,7 @@ class Application:
         """Applies it to a module that has no hooks of group offloading; if it cannot be, the module stays ordinary."""
         before, _running.made = getattr(_running, "made", None), []
         try:
-            with enabling.whole(module, mover.settle):
+            with enabling.together(mover.settle):
                 self.apply(module, **self.arguments)
             _watch_entries(module)
             members.lend(module)

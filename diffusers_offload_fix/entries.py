@@ -22,7 +22,7 @@ from .members import is_attached
 #: The methods that do so in every autoencoder of diffusers.
 NAMES = ("encode", "decode")
 
-_begin = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
+_begin = torch.compiler.disable(mover.begin)  # type: ignore[no-untyped-call]
 _end = torch.compiler.disable(mover.release)  # type: ignore[no-untyped-call]
 _abandon = torch.compiler.disable(mover.abandon)  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from .groups import GroupState, state_of
 from .inputs import send
 from .unhook import hook_of
 
-_begin = torch.compiler.disable(mover.enter)  # type: ignore[no-untyped-call]
+_begin = torch.compiler.disable(mover.begin)  # type: ignore[no-untyped-call]
 _end = torch.compiler.disable(mover.release)  # type: ignore[no-untyped-call]
 
 

@@ -76,6 +76,7 @@ def release(state: GroupState, output: Any = None) -> None:
     if state.passive or lane is None:
         return
     if torch.is_grad_enabled():
+        training.end()
         _guard_backward(state, output)
     with quiet(), lane.lock:
         state.running = 0

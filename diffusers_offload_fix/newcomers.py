@@ -131,7 +131,7 @@ class BlockRoot(Root):
         for child in unique(self.module.children()):
             if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
                 self._note(child._modules)
-                blocks += list(child)
+                blocks += [block for block in child if block is not None]
             elif self._is_newcomer(child):
                 self._known.add(child)
                 self.state.modules.append(child)
