@@ -28,38 +28,45 @@ PAUSE = 0.5
 _guard = threading.Lock()
 _resting: weakref.WeakSet[Lane] = weakref.WeakSet()
 _watcher: threading.Thread | None = None
-#: How many loops there are at this moment, in whichever threads.
-_open = 0
+#: How many loops each thread is in.
+_open: dict[int, int] = {}
 
 
 def in_loop() -> bool:
-    """True while some loop runs."""
-    return _open > 0
+    """True while the calling thread is in a loop."""
+    return threading.get_ident() in _open
 
 
-def begin_loop() -> None:
-    """A loop begins."""
-    global _open
-    with _guard:
-        _open += 1
+class Loop:
+    """A loop of the calling thread, from now on until `end`."""
 
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._over = False
+        with _guard:
+            _open[self._thread] = _open.get(self._thread, 0) + 1
 
-def end_loop() -> None:
-    """A loop ends: what lanes kept for it is given back at once."""
-    global _open
-    with _guard:
-        _open -= 1
-    clear()
+    def end(self) -> None:
+        """Gives back at once what was kept for the loop. Harmless the second time; any thread may call it."""
+        with _guard:
+            if self._over:
+                return
+            self._over = True
+            left = _open[self._thread] = _open[self._thread] - 1
+            if not left:
+                del _open[self._thread]
+        if not left:
+            clear()
 
 
 @contextlib.contextmanager
 def loop() -> Iterator[None]:
     """Marks a loop over forwards between which no weight is changed, other than by operations that torch counts."""
-    begin_loop()
+    mark = Loop()
     try:
         yield
     finally:
-        end_loop()
+        mark.end()
 
 
 def rest(lane: Lane) -> None:

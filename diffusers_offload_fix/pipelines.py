@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import _startup
+from . import _startup, loops
 from .applying import applied_below, put_back
 from .patcher import Patch
 from .removal import disable_group_offload, is_hooked, modules_of
@@ -90,6 +90,7 @@ class _Whole:
 
 #: Everything that is put into `diffusers.pipelines.pipeline_utils`.
 PATCHES: tuple[Patch, ...] = (
+    Patch("DiffusionPipeline.progress_bar", "pipelines", "replace", loops.progress_bar, ("self",), target=_startup.OTHERS[0]),
     Patch("DiffusionPipeline.remove_all_hooks", "pipelines", "replace", _remove_all_hooks, ("self",), target=_startup.OTHERS[0]),
     Patch(
         "DiffusionPipeline.enable_group_offload",

@@ -214,8 +214,8 @@ def test_a_tiny_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
         assert row["patched"]["equal"] is True
         assert row["patched_ratio"] > 0 and row["patched"]["first_s"] > 0
         assert row["patched"]["groups"] > 3 and row["patched"]["allocations"] < 5
-    rates = found["cases"]["patched"]["none/block+stream+disk/b1"]
-    assert rates["disk_bytes"] > found["weights"]["none"] and all(
+    rates = found["cases"]["patched"]["int8/block+stream+disk/b1"]
+    assert rates["disk_bytes"] > found["weights"]["int8"] and all(
         rates[f"{kind}_gbs"] > 0 for kind in ("cold", "warm", "sequential_cold")
     )
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,16 @@ def inputs(options: Options, batch: int, device: torch.device) -> dict[str, Any]
         return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
 
     return {**maker(options, batch, device, noise), "return_dict": False}
+
+
+@contextlib.contextmanager
+def denoising(steps: int) -> Iterator[None]:
+    """What a pipeline has around its denoising steps: its progress bar, which tells the plugin that forwards follow one another."""
+    from diffusers import DiffusionPipeline
+
+    holder: Any = types.SimpleNamespace(_progress_bar_config={"disable": True})
+    with DiffusionPipeline.progress_bar(holder, total=steps):
+        yield
 
 
 def weight_bytes(module: torch.nn.Module) -> int:

@@ -119,7 +119,7 @@ class Worker:
 
     def _forwards(self, model: Any, quant: str, mode: str, batch: int, folder: Path | None) -> dict[str, Any]:
         arguments = build.inputs(self.options, batch, self.device)
-        with torch.no_grad():
+        with torch.no_grad(), build.denoising(self.options.forwards):
             found = self._timed(model, arguments)
             outputs = found.pop("outputs")
             if found["ms"] < 1000 * SLOW:

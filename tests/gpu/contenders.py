@@ -96,9 +96,9 @@ class Contender(work.Worker):
         self.resident = resident
         self.kept = 0.0
 
-    def _offload(self, model: Any, mode: str) -> None:
+    def _offload(self, model: Any, mode: str, folder: Path | None) -> None:
         if mode in MODES or mode == "resident":
-            super()._offload(model, mode)
+            super()._offload(model, mode, folder)
             return
         self.kept = CONTENDERS[mode.split("@")[0]](model, self.device, self.resident)
 
