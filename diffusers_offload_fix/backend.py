@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -98,6 +100,27 @@ def _registered(nbytes: int, registrar: Registrar) -> numpy.ndarray[Any, Any]:
 def ordinary_memory(nbytes: int) -> numpy.ndarray[Any, Any]:
     """A block of exactly `nbytes` bytes of unpinned memory."""
     return _mapping(nbytes)
+
+
+#: Bytes that were let go of since free memory was last handed back.
+_let_go = 0
+#: Bytes after which it is: looking through the heap takes milliseconds.
+_TRIM = 128 * 2**20
+
+
+def let_go(nbytes: int) -> None:
+    """Hands free memory back to the system now and then, told how many bytes of tensors have just been freed.
+
+    glibc takes tensors of up to 32 MiB from its heap once some have been freed, and keeps what is freed in the middle of it: without
+    this, enabling would hold a model twice.
+    """
+    global _let_go
+    _let_go += nbytes
+    if _let_go >= _TRIM:
+        _let_go = 0
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+        if trim is not None:
+            trim(0)
 
 
 def _mapping(nbytes: int) -> numpy.ndarray[Any, Any]:

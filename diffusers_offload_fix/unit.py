@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import files
+from . import backend, files
 from .binding import (
     Binding,
     PlainBinding,
@@ -151,6 +151,9 @@ class Unit:
         # The new home is complete before any tensor changes, so that a failure leaves every weight where it was.
         bindings, leaves, packs = self.cargo()
         self.adopt(bindings, make_home(leaves, self.device, self.offload_device, keep, packs))
+        del leaves
+        if keep is not Keep.AS_IS:
+            backend.let_go(self.home.layout.nbytes)
 
     def cargo(self) -> tuple[list[Binding], list[Tensor], list[bool]]:
         """The bindings for a new home, the leaves that travel, and for each whether it is packed on arrival."""
