@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 #: Seconds after which a loop that runs no forward keeps nothing any more.
 PAUSE = 0.5
 
-_guard = threading.Lock()
+#: Re-entrant, both: the garbage collector may end a loop in the middle of anything.
+_guard = threading.RLock()
+#: Held by the thread that gives back, so that another which asks for the same finds it done.
+_clearing = threading.RLock()
 _resting: weakref.WeakSet[Lane] = weakref.WeakSet()
 _watcher: threading.Thread | None = None
 #: How many loops each thread is in.
@@ -46,8 +49,12 @@ class Loop:
         with _guard:
             _open[self._thread] = _open.get(self._thread, 0) + 1
 
-    def end(self) -> None:
-        """Gives back at once what was kept for the loop. Harmless the second time; any thread may call it."""
+    def end(self, wait: bool = True) -> None:
+        """Gives back at once what was kept for the loop. Harmless the second time; any thread may call it.
+
+        Args:
+            wait: wait for other threads. Not for the garbage collector: its thread may hold what they wait for.
+        """
         with _guard:
             if self._over:
                 return
@@ -56,7 +63,7 @@ class Loop:
             if not left:
                 del _open[self._thread]
         if not left:
-            clear()
+            clear(wait=wait)
 
 
 @contextlib.contextmanager
@@ -82,17 +89,26 @@ def rest(lane: Lane) -> None:
 
 def make_way(coming: Lane) -> None:
     """Clears every other lane that keeps memory on the device of `coming`."""
-    if _resting:
+    # The caller holds the lock of its lane: it must wait for nobody here.
+    if _resting and _clearing.acquire(blocking=False):
+        try:
+            for lane in _lanes():
+                if lane is not coming and lane.device == coming.device:
+                    _clear(lane, wait=False)
+        finally:
+            _clearing.release()
+
+
+def clear(device: torch.device | None = None, wait: bool = True) -> None:
+    """Gives back at once what lanes keep between forwards, on one device or on all; `wait` for other threads that do so."""
+    if not _clearing.acquire(blocking=wait):
+        return
+    try:
         for lane in _lanes():
-            if lane is not coming and lane.device == coming.device:
-                _clear(lane, wait=False)
-
-
-def clear(device: torch.device | None = None) -> None:
-    """Gives back at once what lanes keep between forwards, on one device or on all."""
-    for lane in _lanes():
-        if device is None or lane.device == device:
-            _clear(lane, wait=True)
+            if device is None or lane.device == device:
+                _clear(lane, wait)
+    finally:
+        _clearing.release()
 
 
 def _lanes() -> list[Lane]:
@@ -111,9 +127,10 @@ def _clear(lane: Lane, wait: bool) -> None:
 
 def _clear_paused(now: float) -> None:
     # In a function of its own: the thread must not keep the last lane alive while it sleeps.
-    for lane in _lanes():
-        if now - lane.rested >= PAUSE:
-            _clear(lane, wait=False)
+    with _clearing:
+        for lane in _lanes():
+            if now - lane.rested >= PAUSE:
+                _clear(lane, wait=False)
 
 
 def _watch() -> None:

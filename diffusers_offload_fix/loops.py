@@ -34,7 +34,7 @@ def mark(bar: Any) -> Any:
     try:
         bar.close = _Close(bar, loop)
         # A bar that is not closed is let go of.
-        weakref.finalize(bar, loop.end).atexit = False
+        weakref.finalize(bar, loop.end, wait=False).atexit = False
     except (AttributeError, TypeError):
         # Somebody's own bar, which cannot tell when it is over: the loop does not count.
         loop.end()
