@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,23 @@ def test_a_component_of_two_pipelines(mode: str, npu: torch.device) -> None:
     assert torch.equal(run(one, npu), wanted)
 
 
+def no_thread_is_left() -> bool:
+    """True once every thread of the plugin has ended, which takes them a moment after the last forward."""
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("offload") for thread in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 @pytest.mark.parametrize("mode", ("block+stream+low", "leaf+stream"))
 def test_nothing_outlives_a_pipeline(mode: str, npu: torch.device) -> None:
     expected("sd3", "plain")
-    before, threads = live_bytes(npu), threading.active_count()
+    before = live_bytes(npu)
     pipe = offloaded(npu, mode=mode)
     run(pipe, npu)
-    assert threading.active_count() == threads
+    assert no_thread_is_left()
     del pipe
     gc.collect()
     assert live_bytes(npu) <= before
@@ -264,7 +275,7 @@ def test_cycles_of_enable_run_disable_cost_nothing(npu: torch.device) -> None:
     pipe = TINY.build()
     wanted = expected("sd3", "plain")
     modes = ("block+stream", "leaf+stream", "block+stream+low", "block")
-    before, threads = live_bytes(npu) + wanted.kept, threading.active_count()
+    before = live_bytes(npu) + wanted.kept
     ballast = [torch.zeros(2**21) for _ in modules(pipe)]
     for module, numbers in zip(modules(pipe).values(), ballast):
         # Large enough that one slab which is kept would show in the process's memory.
@@ -276,7 +287,8 @@ def test_cycles_of_enable_run_disable_cost_nothing(npu: torch.device) -> None:
         assert torch.equal(run(pipe, npu), wanted.outputs[0])
         disable_group_offload(pipe)
         assert live_bytes(npu) <= before
-        assert sim.counters()["pinned_bytes"] == 0 and threading.active_count() == threads
+        assert sim.counters()["pinned_bytes"] == 0
         sizes.append(resident_set())
+    assert no_thread_is_left()
     # Half of the cycles warm up. Slabs that were kept would cost 16 MiB a cycle; the allocator's own ups and downs are about 20.
     assert sizes[-1] - sizes[cycles // 2] < 40 * 2**20
