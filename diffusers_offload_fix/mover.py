@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from . import enabling, training
 from .files import write_all
-from .groups import GroupState, quiet, unique
+from .groups import GroupState, quiet
 from .homes import Keep
 from .lane import Lane
+from .structure import unique
 
 #: Told to whoever runs a backward pass that cannot be supported, before it has changed anything.
 BACKWARD = (

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .groups import GroupState, group_hooks, ids_of, state_of, unique
+from .groups import GroupState, group_hooks, state_of
+from .structure import ids_of, unique
 
 Function = Callable[..., Any]
 

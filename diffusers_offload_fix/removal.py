@@ -13,8 +13,9 @@ from torch import Tensor
 
 from . import backend, mover
 from .binding import inference_alias, set_leaves
-from .groups import quiet, state_of, unique
+from .groups import quiet, state_of
 from .layout import Layout
+from .structure import unique
 from .tree import Tree, is_peculiar
 from .unhook import hooks_below, unhook
 from .unit import Entry, Unit, make_binding
