@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Seconds after which a loop that runs no forward keeps nothing any more.
 PAUSE = 0.5
+#: Seconds between two looks at what has paused.
+LOOK = 0.25
 
 #: Re-entrant, both: the garbage collector may end a loop in the middle of anything.
 _guard = threading.RLock()
@@ -137,7 +139,7 @@ def _watch() -> None:
     """Ends when there is nothing left to watch."""
     global _watcher
     while True:
-        time.sleep(PAUSE / 2)
+        time.sleep(min(PAUSE / 2, LOOK))
         _clear_paused(time.monotonic())
         with _guard:
             if not _resting:

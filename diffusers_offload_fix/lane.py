@@ -98,8 +98,8 @@ class Lane:
             self._refresh(unit, graph)
             if unit.slot is None:
                 self.transfer.hurry(unit)
-                own = spanning or graph or self._is_small(unit)
-                self._load(unit, self._own_slot(unit, graph) if own else self._slot(unit))
+                lasting = spanning or self._is_small(unit)
+                self._load(unit, self._own_slot(unit, graph, lasting) if lasting or graph else self._slot(unit))
             self._arrive(unit)
             unit.began = self.transfer.timed(self._compute()) if self.stream is not None else None
             unit.bind(in_place=graph)
@@ -128,7 +128,7 @@ class Lane:
         changed = unit.unbind()
         compute = self._compute()
         self.transfer.tell("compute", unit, unit.began, compute)
-        if self.looping and not changed and unit.slot.buffer is unit.buffer:
+        if self.looping and not changed and unit.slot.lasting:
             return
         self._give(unit, self._streams.mark(compute) if self.stream is not None and self._streams is not None else None)
 
@@ -285,14 +285,14 @@ class Lane:
         return unit.intact() and self.transfer.stage(unit)
 
     def _prefetch_unit(self, unit: Unit) -> bool:
-        slot = self._own_slot(unit, False) if self._is_small(unit) else self._take(unit)
+        slot = self._own_slot(unit, False, True) if self._is_small(unit) else self._take(unit)
         if slot is not None:
             self._load(unit, slot)
         return slot is not None
 
     def _slot(self, unit: Unit) -> Slot:
         if self.stream is None:
-            return self._own_slot(unit, False)
+            return self._own_slot(unit)
         slot = self._take(unit)
         if slot is None:
             for other in list(self._loaded):
@@ -300,9 +300,12 @@ class Lane:
                     self.drop(other)
             self._look_anew()
             slot = self._take(unit)
-        return slot or self._own_slot(unit, False)
+        return slot or self._own_slot(unit)
 
     def _take(self, unit: Unit) -> Slot | None:
+        # A unit may have grown since (bitsandbytes makes more of a weight's state while it runs).
+        if self._arena is not None and 2 * align(unit.nbytes) > self._arena.nbytes:
+            self.changed = True
         try:
             arena = self._current_arena()
             fresh = arena.resume(self._compute(), self.stream)
@@ -313,7 +316,7 @@ class Lane:
             self.stream.wait_event(self._streams.mark(self._compute()))
         return arena.take(unit.nbytes)
 
-    def _own_slot(self, unit: Unit, graph: bool) -> Slot:
+    def _own_slot(self, unit: Unit, graph: bool = False, lasting: bool = False) -> Slot:
         if graph:
             buffer = Buffer(unit.nbytes, self.device)
         else:
@@ -322,6 +325,7 @@ class Lane:
             buffer = unit.buffer
         buffer.resume(self._compute(), self.stream)
         slot = whole(buffer)
+        slot.lasting = lasting and not graph
         if graph:
             slot.key = None
         if self.stream is not None and self._streams is not None:
