@@ -117,6 +117,8 @@ def begin(state: GroupState) -> None:
     """Before a module of the group runs with gradients enabled: from here on, its weights are saved as notes."""
     stack = _stack()
     stack.append(False)
+    for kept in _returned.values():
+        kept.settle()
     if state.graph and refusal(state) is None:
         with quiet():
             for unit in state.units:
@@ -200,15 +202,16 @@ class Returned:
     def __init__(self, device: torch.device) -> None:
         self._streams = backend.Streams(device) if backend.has_streams(device) else None
         self._task = -1
-        self._kept: OrderedDict[Unit, tuple[Tensor, Any, Any]] = OrderedDict()
-        self._lanes: set[Any] = set()
+        # Weakly: after a backward pass that raised, nobody comes to let go of them, and they must not keep a model alive.
+        self._kept: OrderedDict[weakref.ref[Unit], tuple[Tensor, Any, Any]] = OrderedDict()
+        self._lanes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def get(self, unit: Unit) -> Tensor | None:
         """The unit's device memory if this backward pass has it, in order with the current stream."""
         with self._lock:
             self._enter()
-            found = self._kept.get(unit)
+            found = self._kept.get(weakref.ref(unit))
         if found is None:
             return None
         memory, event, stream = found
@@ -227,8 +230,9 @@ class Returned:
         with self._lock:
             self._enter()
             self._lanes.add(unit.lane)
-            self._kept[unit] = memory, event, stream
-            self._kept.move_to_end(unit)
+            key = weakref.ref(unit, self._forget)
+            self._kept[key] = memory, event, stream
+            self._kept.move_to_end(key)
             while len(self._kept) > KEPT:
                 _, (_, event, _) = self._kept.popitem(last=False)
                 self._finish(event)
@@ -245,13 +249,24 @@ class Returned:
         with self._lock:
             self._clear()
             self._task = -1
-            lanes, self._lanes = self._lanes, set()
+            lanes = list(self._lanes)
+            self._lanes.clear()
         for lane in lanes:
             # A forward that was recomputed ends here, wherever in the model it stopped.
             with quiet(), lane.lock:
                 if not lane.active:
                     lane.order.edge()
                     lane.finish()
+
+    def _forget(self, key: weakref.ref[Unit]) -> None:
+        self._kept.pop(key, None)
+
+    def settle(self) -> None:
+        """Lets go of what a backward pass that raised has left behind."""
+        with self._lock:
+            if self._task not in (-1, torch._C._current_graph_task_id()):
+                self._clear()
+                self._task = -1
 
     def _clear(self) -> None:
         for _, event, _ in self._kept.values():

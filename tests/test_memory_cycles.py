@@ -65,6 +65,8 @@ def round_trip(model: Any, device: torch.device, way: str, example: torch.Tensor
 @pytest.mark.parametrize("way", cycles.WAYS)
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_twenty_cycles_keep_nothing(quant: str, way: str, pinning: str, npu: torch.device) -> None:
+    # A graph whose backward pass raised in another test may still hold its model.
+    elsewhere = figures(npu)["pinned"]
     model = cycles.build(WIDTH, DEPTH, quant, torch.device("cpu"))
     example = torch.randn(2, 4, WIDTH, dtype=torch.bfloat16).to(npu)
     with sim.xpu_shim():
@@ -80,7 +82,9 @@ def test_twenty_cycles_keep_nothing(quant: str, way: str, pinning: str, npu: tor
         assert figures(npu) == before
         assert resident_set() - resident < 8 * MIB
         # After a removal a model's weights may stay where they were streamed from, but only once.
-        assert before["pinned"] <= 1.05 * sum(leaf.nbytes for p in model.parameters() for _, leaf in contract.leaves(p)) + 4096
+        assert (
+            before["pinned"] - elsewhere <= 1.05 * sum(leaf.nbytes for p in model.parameters() for _, leaf in contract.leaves(p)) + 4096
+        )
 
 
 @pytest.mark.parametrize("way", cycles.WAYS)
