@@ -134,6 +134,7 @@ class Cell:
         self.warm_up()
         gc.collect()
         self.before = setting.live_bytes()
+        self.pinned = setting.pinned_bytes()
         self.model, _ = kind.build(origin)
         self.from_cpu = origin == "cpu"
         self.print = contract.fingerprint(self.wanted_at_rest(origin))
@@ -211,8 +212,8 @@ class Cell:
         found += self.contents()
         if self.mode.disk and os.path.isdir(FOLDER) and os.listdir(FOLDER):
             found.append(f"files are left: {os.listdir(FOLDER)}")
-        if self.mode.low and self.setting.pinned_bytes() > self.pin_allowance():
-            found.append(f"{self.setting.pinned_bytes()} bytes are pinned")
+        if self.mode.low and (pinned := self.setting.pinned_bytes() - self.pinned) > self.pin_allowance():
+            found.append(f"{pinned} bytes are pinned")
         self.faults += [f"{when}: {text}" for text in found[:6]]
 
     def kept(self, between: bool) -> int:
