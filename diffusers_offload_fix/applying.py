@@ -17,9 +17,9 @@ import torch
 
 from . import enabling, entries, members, mover
 from .blocks import Plan, plan
-from .groups import state_of
+from .groups import state_at, state_of
 from .removal import holdings, is_hooked, restore, retire, take_off
-from .unhook import applications, hook_of
+from .unhook import applications
 
 logger = logging.getLogger("diffusers_offload_fix")
 
@@ -50,8 +50,7 @@ class Application:
 
 
 def _watch_entries(module: torch.nn.Module) -> None:
-    hook = hook_of(module)
-    state = None if hook is None else state_of(hook.group)
+    state = state_at(module)
     if state is not None:
         entries.attach(state)
 

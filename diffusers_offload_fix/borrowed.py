@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from .groups import group_hooks
 from .tree import Tree
-from .unhook import hook_of
 
 #: How torch, its libraries and its backends say that a weight is somewhere else.
 _MISMATCH = re.compile(r"same device|weight type|on cpu|device type|different device|not on the expected device", re.IGNORECASE)
@@ -109,7 +109,7 @@ def _left_behind(owner: torch.nn.Module, chains: set[tuple[str, ...]], device: t
 def _message(error: BaseException, owner: torch.nn.Module, names: list[str], root: torch.nn.Module, device: torch.device) -> str:
     place = next((name for name, module in root.named_modules() if module is owner), "")
     several = len(names) > 1
-    leaf = any(hook_of(module) is not None for module in owner.modules())
+    leaf = any(group_hooks(module) is not None for module in owner.modules())
     words: dict[str, Any] = {
         "error": error,
         "names": ", ".join(names[:6]),

@@ -6,6 +6,7 @@ Every hook of a module has a link to what is below it: `original_forward` for a 
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,11 @@ from typing import Any
 import torch
 
 from . import casting
-from .groups import ATTRIBUTE
+from .groups import ATTRIBUTE, HOOK, HOOKS
 
 Function = Callable[..., Any]
 
-_GROUP_OFFLOADING = "group_offloading"
 _LAYERWISE_CASTING = "layerwise_casting"
-#: Hooks of group offloading: a copy of a model is an ordinary model without them.
-_OURS = {_GROUP_OFFLOADING, "lazy_prefetch_group_offloading", "layer_execution_tracker"}
 
 
 def remove_hook(original: Function) -> Function:
@@ -28,25 +26,45 @@ def remove_hook(original: Function) -> Function:
 
     def remove_hook(self: Any, name: str, recurse: bool = True) -> None:
         """Takes a hook out of the module's chain, and with `recurse` out of its submodules' chains."""
-        above = _above(self, name)
-        if above is None:
-            original(self, name, recurse)
-            return
-        # Upstream writes the new link over `forward`; a hook with a forward of its own looks for it in `original_forward`.
-        below, own = _link(self.hooks[name].fn_ref), above.forward
-        original(self, name, recurse)
-        above.original_forward, above.forward = below, own
+        take_out(self, name, lambda: original(self, name, recurse))
 
     return remove_hook
 
 
-def _above(registry: Any, name: str) -> Any:
-    """The reference of the hook above, if that hook has a forward of its own."""
+def take_out(registry: Any, name: str, remove: Callable[[], None]) -> None:
+    """Takes a hook out by `remove`, upstream's own way, and closes the chain of forwards where it was."""
     if name not in registry.hooks:
-        return None
-    index = registry._hook_order.index(name) + 1
-    above = registry._fn_refs[index] if index < len(registry._fn_refs) else None
-    return above if above is not None and above.original_forward is not None else None
+        remove()
+        return
+    index = registry._hook_order.index(name)
+    below = _below(registry.hooks[name])
+    above = registry._fn_refs[index + 1] if index + 1 < len(registry._fn_refs) else None
+    if above is None:
+        remove()
+        registry._module_ref.forward = below
+        return
+    # Upstream writes the new link over `forward`; a hook with a forward of its own looks for it in `original_forward`.
+    owner, own, has_own = registry.hooks[registry._hook_order[index + 1]], above.forward, above.original_forward is not None
+    remove()
+    _set_link(above, below)
+    if has_own:
+        above.forward = own if _is_of(own, owner) else _own_forward(owner, registry._module_ref)
+
+
+def _below(hook: Any) -> Any:
+    """The forward under a hook. Where upstream itself has removed another, `original_forward` may be out of date."""
+    link = hook.fn_ref
+    if link.original_forward is not None and _is_of(link.forward, hook):
+        return link.original_forward
+    return link.forward
+
+
+def _own_forward(hook: Any, module: torch.nn.Module) -> Any:
+    return functools.update_wrapper(functools.partial(hook.new_forward, module), hook.new_forward)
+
+
+def _is_of(forward: Any, hook: Any) -> bool:
+    return isinstance(forward, functools.partial) and getattr(forward.func, "__self__", None) is hook
 
 
 def _link(reference: Any) -> Any:
@@ -75,18 +93,18 @@ def register_hook(original: Function) -> Function:
 def _place_of(registry: Any, name: str) -> int | None:
     """The index of the hook under which the one on top has to go, or None if it is in its place."""
     order = registry._hook_order
-    if _GROUP_OFFLOADING not in order or not hasattr(registry.hooks[_GROUP_OFFLOADING].group, ATTRIBUTE):
+    if HOOK not in order or not hasattr(registry.hooks[HOOK].group, ATTRIBUTE):
         return None
-    if name == _GROUP_OFFLOADING:
+    if name == HOOK:
         skipping = (index for index, other in enumerate(order[:-1]) if _may_skip(registry.hooks[other], other))
         return next(skipping, None)
     if name == _LAYERWISE_CASTING:
-        return int(order.index(_GROUP_OFFLOADING))
+        return int(order.index(HOOK))
     return None
 
 
 def _may_skip(hook: Any, name: str) -> bool:
-    return name not in _OURS and hasattr(hook, "new_forward")
+    return name not in HOOKS and hasattr(hook, "new_forward")
 
 
 def _sink(registry: Any, index: int) -> None:
@@ -121,7 +139,7 @@ def deepcopy(registry: Any, memo: dict[int, Any]) -> Any:
     copied = type(registry)(twin)
     memo[id(registry)] = copied
     for name in registry._hook_order:
-        if name not in _OURS:
+        if name not in HOOKS:
             _copy_hook(copied, registry.hooks[name], name, memo)
     if forward is not None:
         memo[id(forward)] = twin.__dict__.get("forward") or types.MethodType(type(module).forward, twin)

@@ -20,6 +20,9 @@ from .unit import Entry, Unit
 
 #: Where a `ModuleGroup` keeps its state.
 ATTRIBUTE = "_offload_fix"
+#: Upstream's names of the hooks that belong to group offloading; the first one has the group.
+HOOK = "group_offloading"
+HOOKS = (HOOK, "lazy_prefetch_group_offloading", "layer_execution_tracker")
 
 #: Held while groups, entries and units are planned.
 _planning = threading.RLock()
@@ -225,13 +228,18 @@ def state_of(group: Any) -> GroupState | None:
 def group_hooks(module: torch.nn.Module) -> Any:
     """The group offloading hook of one module, or None."""
     registry = module.__dict__.get("_diffusers_hook")
-    return None if registry is None else registry.hooks.get("group_offloading")
+    return None if registry is None else registry.hooks.get(HOOK)
+
+
+def state_at(module: torch.nn.Module) -> GroupState | None:
+    """The state of the group of one module's own hook, or None."""
+    hook = group_hooks(module)
+    return None if hook is None else state_of(hook.group)
 
 
 def _hooked_below(leader: torch.nn.Module, but: GroupState) -> Iterator[GroupState]:
     for module in leader.modules():
-        hook = group_hooks(module) if module is not leader else None
-        state = None if hook is None else state_of(hook.group)
+        state = state_at(module) if module is not leader else None
         if state is not None and state is not but:
             yield state
 

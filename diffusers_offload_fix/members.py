@@ -16,9 +16,8 @@ import torch
 
 from . import mover
 from .borrowed import lent
-from .groups import GroupState, state_of
+from .groups import GroupState, group_hooks, state_at
 from .inputs import send
-from .unhook import hook_of
 
 _begin = torch.compiler.disable(mover.begin)  # type: ignore[no-untyped-call]
 _end = torch.compiler.disable(mover.release)  # type: ignore[no-untyped-call]
@@ -79,8 +78,7 @@ def lend(root: torch.nn.Module) -> None:
     """Has the groups of modules whose tensors a parent reads by itself come with that parent."""
     for module in root.modules():
         for below in lent(module):
-            hook = hook_of(below)
-            state = None if hook is None else state_of(hook.group)
+            state = state_at(below)
             if state is not None and state.leader is below and not state.handles:
                 watch(state, module)
 
@@ -91,7 +89,7 @@ def watched(state: GroupState) -> list[torch.nn.Module]:
     found = {id(module): module for module in tops}
     for top in tops:
         found.update({id(m): m for m in top.modules() if m._parameters or m._buffers})
-    return [module for module in found.values() if hook_of(module) is None]
+    return [module for module in found.values() if group_hooks(module) is None]
 
 
 def _callable(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -104,8 +102,7 @@ def _callable(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def is_attached(state: GroupState) -> bool:
     """False once the group's hook is gone, by whichever way."""
-    hook = hook_of(state.leader)
-    if hook is not None and state_of(hook.group) is state:
+    if state_at(state.leader) is state:
         return True
     state.detach()
     return False

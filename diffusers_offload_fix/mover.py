@@ -59,9 +59,7 @@ def leave(state: GroupState, module: torch.nn.Module, output: Any = None) -> Non
     """Takes the group off the device if `module` is the one after which it is not needed any more."""
     if state.passive:
         return
-    if torch.is_grad_enabled():
-        training.end()
-        _guard_backward(state, output)
+    _end_graph(state, output)
     lane = state.lane
     if lane is None:
         return
@@ -76,9 +74,7 @@ def release(state: GroupState, output: Any = None) -> None:
     lane = state.lane
     if state.passive or lane is None:
         return
-    if torch.is_grad_enabled():
-        training.end()
-        _guard_backward(state, output)
+    _end_graph(state, output)
     with quiet(), lane.lock:
         state.running = 0
         if state.active:
@@ -210,6 +206,12 @@ def _evict_idle(lane: Lane, coming: GroupState) -> None:
     for state in list(lane.active):
         if not state.running and state is not coming:
             _deactivate(lane, state)
+
+
+def _end_graph(state: GroupState, output: Any) -> None:
+    if torch.is_grad_enabled():
+        training.end()
+        _guard_backward(state, output)
 
 
 def _guard_backward(state: GroupState, output: Any) -> None:

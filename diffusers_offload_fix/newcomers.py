@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from .groups import GroupState, group_hooks, state_of
+from .groups import HOOK, GroupState, group_hooks, state_at, state_of
 from .structure import ids_of, unique
 
 Function = Callable[..., Any]
 
-_GROUP_OFFLOADING = "group_offloading"
 #: Marks a hook that is there to look for newcomers only: upstream has none in its place, so it leaves the inputs alone.
 QUIET = "_offload_fix_quiet"
 #: Arguments of `ModuleGroup` in which new groups are as the old ones.
@@ -112,7 +111,7 @@ class Root:
         hook = copy.copy(self._hook)
         hook.group = group
         registry = _registry(module, self.module)
-        registry.register_hook(hook, _GROUP_OFFLOADING)
+        registry.register_hook(hook, HOOK)
         return hook
 
     def _note(self, *tables: dict[str, Any]) -> None:
@@ -142,7 +141,7 @@ class BlockRoot(Root):
                 self.cover(block, [block])
         if not self._first:
             present = ids(self.module.modules())
-            for state in unique([self.state, *(state for state in map(_state, blocks) if state is not None)]):
+            for state in unique([self.state, *(state for state in map(state_at, blocks) if state is not None)]):
                 self._part_with_lost(state, present)
 
     @staticmethod
@@ -169,7 +168,7 @@ class LeafRoot(Root):
         self._note(self.module._modules)
 
     def _walk(self, module: torch.nn.Module, seen: set[int]) -> None:
-        state = _state(module)
+        state = state_at(module)
         if id(module) in seen or (state is not None and (state.root is not None or any(module is own for own in state.modules))):
             return
         seen.add(id(module))
@@ -178,7 +177,7 @@ class LeafRoot(Root):
             self.cover(module, [module] if is_layer else [])
             if is_layer:
                 return
-            state = _state(module)
+            state = state_at(module)
         self._note(module._modules)
         if state is None:
             self._note(module._parameters, module._buffers)
@@ -189,11 +188,6 @@ class LeafRoot(Root):
 def ids(modules: Iterable[torch.nn.Module]) -> set[int]:
     """The identities of some modules."""
     return set(map(id, modules))
-
-
-def _state(module: torch.nn.Module) -> GroupState | None:
-    hook = group_hooks(module)
-    return None if hook is None else state_of(hook.group)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

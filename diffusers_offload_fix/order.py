@@ -6,7 +6,7 @@ A wrong guess costs a copy, never a wrong number: a guess only moves bytes, and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 #: The last two groups: what the next one is predicted from.
 Pair = tuple[Hashable, Hashable]
@@ -60,16 +60,6 @@ class Order:
     def ended(self) -> bool:
         """True if no further group is expected in this forward."""
         return self._now is self.EDGE or self.after(self.now) is None
-
-    def ahead(self) -> Iterator[Hashable]:
-        """The groups that are expected next in this forward, nearest first; none between forwards."""
-        pair = self.now
-        for _ in range(len(self._next)):
-            found = None if pair[1] is self.EDGE else self.after(pair)
-            if found is None:
-                return
-            group, pair = found
-            yield group
 
     def forget(self, group: Hashable) -> None:
         """Drops a group that no longer exists."""

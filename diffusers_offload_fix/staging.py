@@ -97,11 +97,7 @@ class Ring:
         # What is laid out anew on arrival has to be there as a whole.
         for start in range(0, home.layout.nbytes, self.chunk):
             self._piece(home, room, start, stream)
-        if room.memory is None:
-            return None
-        with torch.no_grad(), self._streams.on(stream):
-            home.layout.unpack(room.memory)
-        return self._streams.mark(stream)
+        return self._unpacked(home, room, stream)
 
     def _in_order(self, home: Home, room: Room, stream: Any) -> Any:
         index, half = self._own.index, align(self.chunk // 2)
@@ -115,6 +111,9 @@ class Ring:
             part = self._buffers[index][turn % 2 * half :][: end - start]
             home.gather(part, start)
             sent[turn % 2] = self._sent[index] = self._send_part(room, part, start, stream)
+        return self._unpacked(home, room, stream)
+
+    def _unpacked(self, home: Home, room: Room, stream: Any) -> Any:
         if room.memory is None:
             return None
         with torch.no_grad(), self._streams.on(stream):

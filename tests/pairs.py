@@ -85,3 +85,16 @@ class Pair:
         self.resident = reference.to(self.device)
         forward(self.resident, self.example)
         self.before = live_bytes(self.device)
+
+
+def checked_for_what_is_kept(name: str, way: str, device: torch.device) -> Pair:
+    """A pair whose offloaded model is saved and copied like the model that was never offloaded, before and after forwards."""
+    require(name)
+    wanted = contract.persistence(make(name))
+    pair = Pair(name, way, device)
+    for passes in (0, 2):
+        pair.check(passes)
+        found = contract.persistence(pair.model)
+        for operation in ("state_dict", "detach", "pickle", "torch.save"):
+            assert found[operation] == wanted[operation], operation
+    return pair

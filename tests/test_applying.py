@@ -10,8 +10,8 @@ from torch import nn
 
 import diffusers_offload_fix  # noqa: F401
 from diffusers_offload_fix import disable_group_offload
-from diffusers_offload_fix.groups import state_of
-from diffusers_offload_fix.unhook import hook_of, hooks_below
+from diffusers_offload_fix.groups import group_hooks, state_of
+from diffusers_offload_fix.unhook import hooks_below
 from tests import cells, sim, simulated
 from tests.kinds import KINDS, contract
 from tests.pairs import SORTS, Pair, every, forward, live_bytes, make
@@ -145,6 +145,6 @@ def test_hooks_are_where_upstream_looks_for_them(npu: torch.device) -> None:
         simulated.enable(model, npu, MODES[way])
         assert _is_group_offload_enabled(model)
         assert _get_group_onload_device(model) == npu
-        assert hook_of(model) is not None
+        assert group_hooks(model) is not None
     disable_group_offload(model)
     assert not _is_group_offload_enabled(model)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests import cells, simulated, tiny
 from tests.kinds import contract
-from tests.pairs import SORTS, WAYS, Pair, every, forward, make, require
+from tests.pairs import SORTS, WAYS, Pair, checked_for_what_is_kept, every, forward, make, require
 
 Edit = Callable[[Any, Any], object]
 
@@ -117,15 +117,7 @@ def test_a_change_of_dtype_while_offloaded_counts(name: str, way: str, npu: torc
 
 @every(("name", SORTS), ("way", WAYS))
 def test_what_is_kept_of_an_offloaded_model_is_what_it_is(name: str, way: str, npu: torch.device) -> None:
-    require(name)
-    wanted = contract.persistence(make(name))
-    pair = Pair(name, way, npu)
-    for passes in (0, 2):
-        pair.check(passes)
-        found = contract.persistence(pair.model)
-        for operation in ("state_dict", "detach", "pickle", "torch.save"):
-            assert found[operation] == wanted[operation], operation
-    pair.check()
+    checked_for_what_is_kept(name, way, npu).check()
 
 
 @every(("name", SORTS), ("way", WAYS))

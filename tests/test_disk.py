@@ -18,7 +18,7 @@ from torch import nn
 from diffusers_offload_fix import disk, files, groups, homes, idle, manifest, pages, staging
 from tests import cells, sim, simulated, tiny
 from tests.kinds import KINDS, contract
-from tests.pairs import SORTS, Pair, every, forward, make, require
+from tests.pairs import SORTS, Pair, checked_for_what_is_kept, every, forward, make, require
 from tests.test_contract import EDITS, edited
 
 DISK_WAYS = ("block+disk", "leaf+stream+disk")
@@ -70,14 +70,7 @@ def test_an_edit_on_disk_counts(name: str, way: str, edit: str, npu: torch.devic
 
 @every(("name", SORTS), ("way", DISK_WAYS))
 def test_what_is_kept_of_a_model_on_disk_is_what_it_is(name: str, way: str, npu: torch.device) -> None:
-    require(name)
-    wanted = contract.persistence(make(name))
-    pair = Pair(name, way, npu)
-    for passes in (0, 2):
-        pair.check(passes)
-        found = contract.persistence(pair.model)
-        for operation in ("state_dict", "detach", "pickle", "torch.save"):
-            assert found[operation] == wanted[operation], operation
+    pair = checked_for_what_is_kept(name, way, npu)
     assert contract.same_state_dict_bytes(copy.deepcopy(pair.model.state_dict()), make(name).state_dict()) == []
     pair.check()
 
