@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from diffusers_offload_fix import backend, tree
+from diffusers_offload_fix.structure import unique
+from diffusers_offload_fix.unhook import hooks_below
 
 from . import host
 
@@ -108,13 +110,8 @@ def tally(events: Any) -> dict[str, int]:
 
 def groups(model: torch.nn.Module) -> dict[str, int]:
     """How many groups with tensors the offloaded model has, and the bytes of the largest."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        registry = module.__dict__.get("_diffusers_hook")
-        hook = None if registry is None else registry.hooks.get("group_offloading")
-        if hook is not None:
-            found[id(hook.group)] = hook.group
-    sizes = [size for group in found.values() if (size := _bytes(group))]
+    found = unique(hook.group for hook in hooks_below(model))
+    sizes = [size for group in found if (size := _bytes(group))]
     return {"groups": len(sizes), "largest_group": max(sizes, default=0)}
 
 

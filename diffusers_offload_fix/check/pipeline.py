@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,10 +74,14 @@ def build_vae() -> Any:
     return model.to(torch.bfloat16).eval().requires_grad_(False)
 
 
-def quantise(model: torch.nn.Module, weights: str) -> None:
-    """Quantises a model's linears in place, as a user of the library would."""
+def quantise(model: torch.nn.Module, weights: str, which: Callable[[torch.nn.Module, str], bool] | None = None) -> None:
+    """Quantises a model's linears in place, as a user of the library would.
+
+    Args:
+        which: told a module and its name, says whether torchao is to quantise it; by default each linear.
+    """
     if weights == "torchao-int8":
-        _quantise_torchao(model)
+        _quantise_torchao(model, which)
     elif weights == "quanto-qint8":
         from optimum import quanto
 
@@ -87,17 +91,17 @@ def quantise(model: torch.nn.Module, weights: str) -> None:
         raise ValueError(f"weights of the kind {weights!r} are not known")
 
 
-def _quantise_torchao(model: torch.nn.Module) -> None:
+def _quantise_torchao(model: torch.nn.Module, which: Callable[[torch.nn.Module, str], bool] | None) -> None:
     import torchao.quantization as torchao
 
     config = getattr(torchao, "Int8WeightOnlyConfig", None)
     if config is None:
-        torchao.quantize_(model, torchao.int8_weight_only())
+        torchao.quantize_(model, torchao.int8_weight_only(), which)
         return
     try:
-        torchao.quantize_(model, config(version=2))
+        torchao.quantize_(model, config(version=2), which)
     except TypeError:  # a release that has no versions of it yet
-        torchao.quantize_(model, config())
+        torchao.quantize_(model, config(), which)
 
 
 def call(pipe: Any, device: torch.device, seed: int = 0) -> torch.Tensor:

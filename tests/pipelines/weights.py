@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusers_offload_fix.check import pipeline
+
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -39,29 +41,11 @@ KINDS = ("plain", "torchao-int8", "quanto-qint8")
 
 def quantise(model: nn.Module, weights: str) -> None:
     """Quantises a model's linears in place, as a user of the library would."""
-    if weights == "torchao-int8":
-        _quantise_torchao(model)
-    elif weights == "quanto-qint8":
-        from optimum import quanto
-
-        quanto.quantize(model, weights=quanto.qint8)
-        quanto.freeze(model)
-    elif weights != "plain":
+    if weights not in KINDS:
         raise ValueError(f"weights of the kind {weights!r} are not known: use {', '.join(KINDS)}")
+    pipeline.quantise(model, weights, _is_wide)
 
 
-def _quantise_torchao(model: nn.Module) -> None:
-    import torchao.quantization as torchao
-
-    def is_wide(module: nn.Module, name: str) -> bool:
-        # torch's int8 kernel for the CPU reads past the end of rows that are much shorter.
-        return isinstance(module, nn.Linear) and module.in_features >= 32
-
-    config = getattr(torchao, "Int8WeightOnlyConfig", None)
-    if config is None:
-        torchao.quantize_(model, torchao.int8_weight_only(), is_wide)
-        return
-    try:
-        torchao.quantize_(model, config(version=2), is_wide)
-    except TypeError:  # a release that has no versions of it yet
-        torchao.quantize_(model, config(), is_wide)
+def _is_wide(module: nn.Module, name: str) -> bool:
+    # torch's int8 kernel for the CPU reads past the end of rows that are much shorter.
+    return isinstance(module, nn.Linear) and module.in_features >= 32
