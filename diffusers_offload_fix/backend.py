@@ -14,6 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
+#: Host memory, as an array of bytes.
+Block = numpy.ndarray[Any, Any]
+
 #: `cudaHostRegisterPortable`: the memory counts as pinned for every device, not only for the current one.
 _PORTABLE = 1
 
@@ -68,8 +71,11 @@ def is_pinned_here(tensor: Tensor) -> bool:
     return any(start <= where < start + nbytes for start, nbytes in _pinned.copy().items())
 
 
-def pinned_memory(nbytes: int, device: torch.device) -> numpy.ndarray[Any, Any]:
+def pinned_memory(nbytes: int, device: torch.device, fill: Callable[[Block], None] | None = None) -> Block:
     """A pinned block of exactly `nbytes` bytes for copies to `device`, given back when its last view is let go.
+
+    Args:
+        fill: puts the contents into the block.
 
     Raises:
         PinError: the memory cannot be pinned, with the reason.
@@ -77,19 +83,23 @@ def pinned_memory(nbytes: int, device: torch.device) -> numpy.ndarray[Any, Any]:
     registrar = REGISTRARS.get(device.type)
     try:
         if registrar is None:
-            return _allocated(nbytes, device)
-        return _registered(nbytes, registrar)
+            return _allocated(nbytes, device, fill)
+        return _registered(nbytes, registrar, fill)
     except PinError:
         raise
     except (RuntimeError, OSError, MemoryError, ValueError) as error:
         raise PinError(f"pinning {nbytes} bytes for {device} failed: {error}") from error
 
 
-def _registered(nbytes: int, registrar: Registrar) -> numpy.ndarray[Any, Any]:
+def _registered(nbytes: int, registrar: Registrar, fill: Callable[[Block], None] | None) -> Block:
     # torch's pinned allocator rounds each block up to a power of two; a mapping of our own costs what it holds,
     # and its pages go back to the system as soon as it is closed.
     block = _mapping(nbytes)
     address = block.ctypes.data
+    if fill is not None:
+        # Before the pages are pinned: the threads that copy touch them first, all at once. The driver would do it in one thread:
+        # measured on 3 GB, 2.4 s against 1.1 s.
+        fill(block)
     registrar.register(address, block.nbytes)
     _count(block, address, block.nbytes)
     # Not at exit: by then the driver is gone, and the process gives the pages back anyway.
@@ -97,7 +107,7 @@ def _registered(nbytes: int, registrar: Registrar) -> numpy.ndarray[Any, Any]:
     return block
 
 
-def ordinary_memory(nbytes: int) -> numpy.ndarray[Any, Any]:
+def ordinary_memory(nbytes: int) -> Block:
     """A block of exactly `nbytes` bytes of unpinned memory."""
     return _mapping(nbytes)
 
@@ -123,7 +133,7 @@ def let_go(nbytes: int) -> None:
             trim(0)
 
 
-def _mapping(nbytes: int) -> numpy.ndarray[Any, Any]:
+def _mapping(nbytes: int) -> Block:
     memory = mmap.mmap(-1, max(nbytes, 1))
     # Huge pages make the first touch and the registration of a slab about an order of magnitude cheaper.
     with contextlib.suppress(AttributeError, OSError):
@@ -131,21 +141,23 @@ def _mapping(nbytes: int) -> numpy.ndarray[Any, Any]:
     return numpy.frombuffer(memory, dtype=numpy.uint8)
 
 
-def _allocated(nbytes: int, device: torch.device) -> numpy.ndarray[Any, Any]:
+def _allocated(nbytes: int, device: torch.device, fill: Callable[[Block], None] | None) -> Block:
     tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     if nbytes and not tensor.is_pinned():
         raise PinError(f"{nbytes} bytes for {device}: this torch build has no pinned memory for it")
-    block: numpy.ndarray[Any, Any] = tensor.numpy()
+    block: Block = tensor.numpy()
+    if fill is not None:
+        fill(block)
     _count(block, block.ctypes.data, nbytes)
     return block
 
 
-def _count(block: numpy.ndarray[Any, Any], address: int, nbytes: int) -> None:
+def _count(block: Block, address: int, nbytes: int) -> None:
     _pinned[address] = nbytes
     weakref.finalize(block, _pinned.pop, address, None).atexit = False
 
 
-def as_tensor(block: numpy.ndarray[Any, Any], offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+def as_tensor(block: Block, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     """A 1-d tensor over bytes of a block, with a storage of its own that keeps the block alive.
 
     A view of one big storage would make a saver write the whole block for every tensor.

@@ -119,13 +119,19 @@ def _adopted_home(leaves: list[Tensor], packs: list[bool] | None, device: torch.
 
 
 def _slab_home(layout: Layout, device: torch.device, pinned: bool) -> Home:
-    block = backend.pinned_memory(layout.nbytes, device) if pinned else backend.ordinary_memory(layout.nbytes)
+    def fill(block: backend.Block) -> None:
+        for region, source in zip(layout.slices(backend.as_tensor(block, 0, layout.nbytes, torch.uint8)), layout.sources):
+            region.copy_(source)
+
+    if pinned:
+        block = backend.pinned_memory(layout.nbytes, device, fill)
+    else:
+        block = backend.ordinary_memory(layout.nbytes)
+        fill(block)
+    layout.sources.clear()
     adoption.remember(block, pinned)
     slab = backend.as_tensor(block, 0, layout.nbytes, torch.uint8)
     regions = layout.slices(slab)
-    for region, source in zip(regions, layout.sources):
-        region.copy_(source)
-    layout.sources.clear()
     return Home(layout, leaves_over(layout, block, regions), regions, slab, pinned)
 
 

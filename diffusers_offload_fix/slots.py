@@ -82,14 +82,14 @@ class Slot:
     Attributes:
         memory: the bytes, a 1-d uint8 tensor.
         waits: events that a copy into the slot has to wait for.
-        jobs: futures of the events in `ready`, while threads still copy; else empty.
+        sending: what tells the event in `ready`, while threads still copy; else None.
         ready: the events after which the slot holds its unit; none where the copy ran on the computing stream itself.
         lasting: True if a loop may keep the slot from one forward to the next.
         stamp: the tensors' change counters when the copy was issued.
         key: equal for slots at the same place of the same buffer; None if views of the slot must not be kept.
     """
 
-    __slots__ = ("buffer", "end", "jobs", "key", "lasting", "memory", "ready", "stamp", "start", "waits")
+    __slots__ = ("buffer", "end", "key", "lasting", "memory", "ready", "sending", "stamp", "start", "waits")
 
     def __init__(self, buffer: Buffer, memory: Tensor, start: int, end: int, waits: list[Any]) -> None:
         self.buffer = buffer
@@ -98,7 +98,7 @@ class Slot:
         self.end = end
         self.waits = waits
         self.lasting = False
-        self.jobs: list[Any] = []
+        self.sending: Any = None
         self.ready: list[Any] = []
         self.stamp: list[int] = []
         self.key: Any = (buffer, start) if buffer.lasting else None

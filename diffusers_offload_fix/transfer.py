@@ -16,7 +16,7 @@ import torch
 from . import backend
 from .homes import Home, warn_unpinned
 from .slots import Slot
-from .staging import CHUNK, WORKERS, Ring, Room, refuse_all
+from .staging import CHUNK, WORKERS, Ring, Sending, refuse_all
 from .unit import Unit
 
 #: Bytes under which a copy from unpinned memory is left to the driver.
@@ -28,11 +28,8 @@ trace: Callable[[str, str, Any, Any], None] | None = None
 
 
 class _Staged(NamedTuple):
-    home: Home
+    sending: Sending
     stamp: list[int]
-    room: Room
-    jobs: list[Any]
-    pieces: int
 
 
 class Transfer:
@@ -49,8 +46,8 @@ class Transfer:
         self._no_ring = False
         self._staged: dict[Unit, _Staged] = {}
         # By themselves: a thread that waits for room must not keep the model alive.
-        self._rooms: set[Room] = set()
-        weakref.finalize(self, refuse_all, self._rooms)
+        self._waiting: set[Sending] = set()
+        weakref.finalize(self, refuse_all, self._waiting)
 
     def start(self, unit: Unit, slot: Slot) -> None:
         """Starts copying the unit's home into the slot."""
@@ -62,9 +59,9 @@ class Transfer:
         elif ring is not None:
             began = self.timed(self.stream)
             if not self._was_staged(unit, slot):
-                slot.jobs = ring.send(unit.home, Room().give(slot.memory, slot.waits), self.stream)
+                slot.sending = ring.send(unit.home, self.stream, slot.memory, slot.waits)
             if trace is not None:
-                self._tell_jobs(unit, slot, began)
+                self._tell_sent(unit, slot.sending, began)
         else:
             for event in slot.waits:
                 self.stream.wait_event(event)
@@ -79,18 +76,16 @@ class Transfer:
         if ring is None:
             home.copy_to(slot.memory, non_blocking=False)
             return
-        for job in ring.send(home, Room().give(slot.memory, []), self.streams.current()):
-            job.result().synchronize()
+        ring.send(home, self.streams.current(), slot.memory).done.result().synchronize()
 
     def stage(self, unit: Unit) -> bool:
         """Fills staging buffers with a unit for which the device has no room yet; False if there is nothing or no one to fill."""
         ring = self._ring_for(unit)
-        if ring is None or unit in self._staged or sum(held.pieces for held in self._staged.values()) >= ring.threads:
+        if ring is None or unit in self._staged or sum(held.sending.pieces for held in self._staged.values()) >= ring.ahead:
             return ring is not None and unit in self._staged
-        room = Room()
-        self._rooms.add(room)
-        jobs = ring.send(unit.home, room, self.stream)
-        self._staged[unit] = _Staged(unit.home, unit.stamp(), room, jobs, ring.pieces(unit.home))
+        sending = ring.send(unit.home, self.stream)
+        self._waiting.add(sending)
+        self._staged[unit] = _Staged(sending, unit.stamp())
         return True
 
     def unstage(self, unit: Unit | None = None) -> None:
@@ -98,21 +93,22 @@ class Transfer:
         for one in [unit] if unit is not None else list(self._staged):
             held = self._staged.pop(one, None)
             if held is not None:
-                self._rooms.discard(held.room)
-                held.room.refuse()
+                self._waiting.discard(held.sending)
+                held.sending.refuse()
 
     def _was_staged(self, unit: Unit, slot: Slot) -> bool:
         held = self._staged.pop(unit, None)
         if held is None:
             return False
-        self._rooms.discard(held.room)
-        if held.home is not unit.home or held.stamp != slot.stamp or any(job.done() for job in held.jobs):
-            # Other bytes by now, or a thread that has given up.
-            held.room.refuse()
-            return False
-        held.room.give(slot.memory, slot.waits)
-        slot.jobs = held.jobs
-        return True
+        sending = held.sending
+        self._waiting.discard(sending)
+        if sending.home is not unit.home or held.stamp != slot.stamp:
+            # Other bytes by now.
+            sending.refuse()
+        # A thread may have given up.
+        given = sending.wanted and sending.give(slot.memory, slot.waits)
+        slot.sending = sending if given else None
+        return given
 
     def hurry(self, unit: Unit) -> None:
         """Told that a unit is needed now: threads that hold something else in staging are free for it."""
@@ -125,26 +121,20 @@ class Transfer:
         Args:
             unit: what is copied once more if a thread gave up waiting for the slot; None if the copy is not needed any more.
         """
-        jobs, slot.jobs = slot.jobs, []
-        if not jobs:
+        sending, slot.sending = slot.sending, None
+        if sending is None:
             return
         try:
-            slot.ready = [job.result() for job in jobs]
+            event = sending.done.result()
         except BaseException:
-            self._settle(jobs)
-            raise
-        if None in slot.ready:
-            slot.ready = [event for event in slot.ready if event is not None]
-            if unit is not None:
-                self.start(unit, slot)
-                self.collect(slot, unit)
-
-    @staticmethod
-    def _settle(jobs: list[Any]) -> None:
-        # No thread may still write into a slot that is given back.
-        for job in jobs:
+            # No thread may still write into a slot that is given back.
             with contextlib.suppress(Exception):
-                job.result()
+                sending.done.result()
+            raise
+        slot.ready = [] if event is None else [event]
+        if event is None and unit is not None:
+            self.start(unit, slot)
+            self.collect(slot, unit)
 
     @property
     def busy(self) -> bool:
@@ -166,16 +156,14 @@ class Transfer:
         if trace is not None and began is not None:
             trace(what, unit.name, began, self.timed(stream))
 
-    def _tell_jobs(self, unit: Unit, slot: Slot, began: Any) -> None:
+    def _tell_sent(self, unit: Unit, sending: Sending, began: Any) -> None:
         told = trace
-        jobs = list(slot.jobs)
-        last = jobs[-1]
 
         def done(_: Any) -> None:
-            if told is not None and all(job.done() for job in jobs):
+            if told is not None:
                 told("copy", unit.name, began, self.timed(self.stream))
 
-        last.add_done_callback(done)
+        sending.done.add_done_callback(done)
 
     def _ring_for(self, unit: Unit) -> Ring | None:
         """The staging ring for a unit that is not pinned, or None where it would not help."""

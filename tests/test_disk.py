@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import itertools
@@ -230,18 +231,19 @@ def test_d8_every_byte_is_read_once_in_a_forward(npu: torch.device, tmp_path: Pa
         read.append((offset, done))
         return done
 
+    monkeypatch.setattr(os, "preadv", preadv)
+    forwards = 4
     with idle.loop():
-        for _ in range(3):
+        for _ in range(forwards):
             forward(model, example)
-        monkeypatch.setattr(os, "preadv", preadv)
-        forward(model, example)
-        monkeypatch.setattr(os, "preadv", real)
-    read.sort()
-    assert len(read) > 4
-    assert all(offset + nbytes <= after for (offset, nbytes), (after, _) in itertools.pairwise(read))
-    # The root's weights stay on the device for the whole loop.
+    times = collections.Counter(offset for offset, _ in read)
+    assert len(times) > 4
+    # The root's weights stay on the device for the whole loop; what comes next is read ahead, of a forward that never comes too.
+    assert set(times.values()) <= {1, forwards, forwards + 1}
+    pieces = sorted(set(read))
+    assert all(offset + nbytes <= after for (offset, nbytes), (after, _) in itertools.pairwise(pieces))
     blocks = sum(leaf.nbytes for tensor in model.blocks.parameters() for _, leaf in contract.leaves(tensor))
-    assert blocks <= sum(nbytes for _, nbytes in read) <= sum(unit.home.layout.nbytes for unit in units(model))
+    assert blocks <= sum(nbytes for offset, nbytes in pieces if times[offset] > 1)
 
 
 def test_memory_is_only_taken_by_what_is_written(npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
