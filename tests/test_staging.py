@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,12 +49,16 @@ def arrived(sending: staging.Sending, of: Home, memory: torch.Tensor) -> bool:
     return torch.equal(of.layout.device_views(memory)[0].cpu(), of.leaves[0])
 
 
-def filled(sending: staging.Sending, pieces: int) -> None:
-    """Waits until that many pieces are in buffers."""
+def until(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + 20
-    while len(sending._filled) < pieces:
+    while not condition():
         assert time.monotonic() < limit
         time.sleep(0.001)
+
+
+def filled(sending: staging.Sending, pieces: int) -> None:
+    """Waits until that many pieces are in buffers."""
+    until(lambda: len(sending._filled) >= pieces)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -111,7 +116,7 @@ def test_an_error_is_told_once_no_thread_writes_any_more(ring: Any, when: str, m
 
     def gather(self: Home, target: torch.Tensor, start: int) -> None:
         seen.append(start)
-        if start == 2 * CHUNK:
+        if start == CHUNK:
             raise OSError("the disk is gone")
         real(self, target, start)
 
@@ -120,8 +125,7 @@ def test_an_error_is_told_once_no_thread_writes_any_more(ring: Any, when: str, m
     monkeypatch.setattr(staging.Sending, "_is_free", lambda self: False)
     sending = ring.send(of, stream, memory) if when == "after" else ring.send(of, stream)
     if when == "before":
-        while 2 * CHUNK not in seen:
-            time.sleep(0.001)
+        until(lambda: CHUNK in seen)
         sending.give(memory, [])
     with pytest.raises(OSError, match="the disk is gone"):
         sending.done.result(timeout=20)
