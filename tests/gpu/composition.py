@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from .table import align, end, say, shorten
 
 ROOT = Path(__file__).resolve().parents[2]
 UNRUN = "not run"
+#: Each variant, and what switches the plugin on or off for it.
+VARIANTS = {"unpatched": "0", "patched": "1"}
 
 Scenario = Callable[[Setting], list[str]]
 
@@ -210,29 +213,29 @@ def played(scenario: Scenario, place: Setting) -> list[str]:
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, list[str]]]:
     """The faults of both variants, by scenario. What a process that died did not come to is missing."""
-    results = {}
-    for variant, switch in (("unpatched", "0"), ("patched", "1")):
-        command = [sys.executable, "-m", "tests.gpu.composition", "--child", "--device", options.device]
-        command += ["--time-limit", str(options.time_limit / 2), "--only", options.only]
-        environment = {**os.environ, "DIFFUSERS_OFFLOAD_FIX": switch}
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=options.time_limit / 2 + 120)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output, _ = process.communicate()
-        lines = [line for line in output.splitlines() if line.startswith("[")]
-        results[variant] = dict(map(json.loads, lines))
-        say(f"{variant}: {len(lines)} scenarios, exit status {process.returncode}")
-    return results
+    with ThreadPoolExecutor(len(VARIANTS)) as pool:
+        return dict(zip(VARIANTS, pool.map(lambda variant: _measured(options, variant), VARIANTS)))
+
+
+def _measured(options: argparse.Namespace, variant: str) -> dict[str, list[str]]:
+    command = [sys.executable, "-m", "tests.gpu.composition", "--child", "--device", options.device]
+    command += ["--time-limit", str(options.time_limit), "--only", options.only]
+    environment = {**os.environ, "DIFFUSERS_OFFLOAD_FIX": VARIANTS[variant]}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            output, _ = process.communicate(timeout=options.time_limit + 60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("[")]
+    say(f"{variant}: {len(lines)} scenarios, exit status {process.returncode}")
+    return dict(map(json.loads, lines))
 
 
 def table(results: dict[str, dict[str, list[str]]]) -> str:
     """One row a scenario: the first fault of each variant, or "ok"."""
     names = list(dict.fromkeys(name for found in results.values() for name in found))
-    rows = [(name, *(_words(results[variant].get(name)) for variant in ("unpatched", "patched"))) for name in names]
+    rows = [(name, *(_words(results[variant].get(name)) for variant in VARIANTS)) for name in names]
     return align(rows, ("scenario", "unpatched", "patched"))
 
 
@@ -245,7 +248,7 @@ def _words(found: list[str] | None) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.composition", description=__doc__)
     parser.add_argument("--device", default="cuda", help='"cuda", "cuda:1", or "npu" for the simulated one')
-    parser.add_argument("--time-limit", type=float, default=540, help="seconds after which the rest is not run, for both variants")
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds after which the rest is not run")
     parser.add_argument("--only", default="", help="a part of the names of the scenarios to play")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
