@@ -137,9 +137,10 @@ class _Buffer:
         self.sent: Any = None
 
     def wait(self) -> None:
-        if self.sent is not None:
+        # Waiting lets go of the interpreter, also where there is nothing to wait for, and has to get it back from the busiest thread.
+        if self.sent is not None and not self.sent.query():
             self.sent.synchronize()
-            self.sent = None
+        self.sent = None
 
 
 class _Piece:
@@ -297,7 +298,8 @@ class Sending:
     def _ship(self, piece: _Piece) -> None:
         assert self._memory is not None
         for event in self._waits:
-            self._stream.wait_event(event)
+            if not event.query():
+                self._stream.wait_event(event)
         with self._streams.on(self._stream):
             self._memory[piece.start : piece.end].copy_(piece.memory, non_blocking=True)
         self._sent(piece)

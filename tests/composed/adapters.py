@@ -90,6 +90,7 @@ def extend_vocabulary(encoder: Any) -> None:
     size = encoder.config.vocab_size
     with models.seeded(13):
         encoder.resize_token_embeddings(size + 1, mean_resizing=False)
-        vector = torch.randn(encoder.config.hidden_size)
+        vectors = torch.randn(3, encoder.config.hidden_size)
     weight = encoder.get_input_embeddings().weight
-    weight.data[size - 2] = vector.to(weight.device, weight.dtype)
+    # The last one too: transformers draws it on the device, where another random generator draws other numbers.
+    weight.data[size - 2 :] = vectors.to(weight.device, weight.dtype)

@@ -27,6 +27,8 @@ from .table import align, end, say, shorten
 
 ROOT = Path(__file__).resolve().parents[2]
 UNRUN = "not run"
+#: What begins the result of a scenario that the resident model does not survive either.
+ALIKE = "resident too: "
 #: Each variant, and what switches the plugin on or off for it.
 VARIANTS = {"unpatched": "0", "patched": "1"}
 
@@ -146,12 +148,17 @@ def _cast(order: str, mode: str) -> Scenario:
 
 def _compile(weights: str, how: str) -> Scenario:
     def play(place: Setting) -> list[str]:
-        backend = "inductor" if place.device.type != "npu" else "eager"
+        # Inductor fuses across the blocks of a resident model, which rounds otherwise than block by block, offloaded or not.
+        backend = "inductor" if how == "blocks" and place.device.type != "npu" else "eager"
         torch._dynamo.reset()
         resident, model = _pair(place, weights)
         place.enable(model, place.device, MODES["block+stream"])
         for net in (resident, model):
             net.compile(backend=backend) if how == "whole" else net.compile_repeated_blocks(backend=backend)
+        try:
+            _forwards(place, resident, resident)
+        except Exception as error:
+            return [f"{ALIKE}{type(error).__name__}: {error}"]
         return _forwards(place, resident, model)
 
     return play
@@ -263,7 +270,7 @@ def main(argv: list[str]) -> int:
         end(0)
     results = measure(options)
     say(table(results))
-    bad = {name: found for name, found in results["patched"].items() if found and found != [UNRUN]}
+    bad = {name: found for name, found in results["patched"].items() if found and found != [UNRUN] and not found[0].startswith(ALIKE)}
     say("\n".join(f"{name}: {text}" for name, found in bad.items() for text in found))
     if bad or len(results["patched"]) < len(results["unpatched"]):
         return 1

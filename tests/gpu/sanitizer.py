@@ -10,7 +10,8 @@ makes it exact:
 - memory that is freed is forgotten as a whole, not only its first address, since the allocator may give it to anybody;
 - an event whose `query()` said that it has happened orders like a wait for it: the plugin then leaves the wait out;
 - the plugin's staging threads are watched too;
-- operations on wrapper subclasses are passed on, so that their inner tensors are seen.
+- operations on wrapper subclasses are passed on, so that their inner tensors are seen;
+- `set_` writes which storage a tensor has, not the bytes of that storage.
 
 Not seen: memory that is freed while another stream still uses it (`record_stream`), and kernels that bypass the dispatcher. First the
 ordering is taken away in one cell: there it must report. Exit status: 0 when nothing else is reported, 1 when something is.
@@ -180,6 +181,8 @@ def _passing_wrappers(original: Any, watch: Watch) -> Any:
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass(leaf) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
             return NotImplemented
+        if getattr(func, "overloadpacket", None) is torch.ops.aten.set_:
+            return func(*args, **(kwargs or {}))
         return original(self, func, types, args, kwargs)
 
     return dispatch
