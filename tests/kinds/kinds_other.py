@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
+import types
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,19 @@ def replace_linears(model: nn.Module, swap: Callable[[nn.Linear], nn.Module]) ->
                 setattr(parent, name, swap(child))
 
 
+@cache
+def _without_compiling() -> None:
+    """Lets bitsandbytes' operators run as they are: it compiles them anew for every shape, which takes minutes and tests nothing here."""
+    operators: Any = importlib.import_module("bitsandbytes.backends.default.ops")
+    for name, operator in list(vars(operators).items()):
+        if isinstance(operator, types.FunctionType) and hasattr(operator, "__wrapped__"):
+            setattr(operators, name, operator.__wrapped__)
+
+
 def _bnb_4bit(linear: nn.Linear, quant_type: str, double: bool) -> nn.Module:
     import bitsandbytes as bnb
 
+    _without_compiling()
     made = bnb.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
