@@ -27,7 +27,7 @@ def replace_linears(model: nn.Module, swap: Callable[[nn.Linear], nn.Module]) ->
 
 @cache
 def _without_compiling() -> None:
-    """Lets bitsandbytes' operators run as they are: it compiles them anew for every shape, which takes minutes and tests nothing here."""
+    """Lets bitsandbytes' operators run as they are: it compiles them anew for each shape, which takes minutes and tests nothing."""
     operators: Any = importlib.import_module("bitsandbytes.backends.default.ops")
     for name, operator in list(vars(operators).items()):
         if isinstance(operator, types.FunctionType) and hasattr(operator, "__wrapped__"):
