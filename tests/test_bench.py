@@ -120,7 +120,31 @@ def test_options_survive_the_way_to_the_child() -> None:
     options = settings.from_arguments(settings.parser().parse_args(["--batch", "1,4", "--blocks", "2,3", "--quant", "none,int8"]))
     assert settings.Options.loads(options.dumps()) == options
     assert options.steps() == 2 * 2 * (1 + 2 * len(settings.DEFAULT_MODES))
-    assert settings.processes(options)[:3] == [("resident", ("none", "int8")), ("patched", ("none",)), ("unpatched", ("none",))]
+    jobs = [("resident", ("none", "int8"), False), ("patched", ("none",), False), ("unpatched", ("none",), False)]
+    assert settings.processes(options)[:3] == jobs
+
+
+def test_what_is_counted_is_not_timed_in_the_same_process() -> None:
+    options = settings.from_arguments(settings.parser().parse_args(["--batch", "1,4", "--modes", "block,leaf+stream", "--counts"]))
+    assert options.counted("patched") == [("none", "block", 1), ("none", "leaf+stream", 1)]
+    assert options.counted("resident") == [("none", "resident", 1)]
+    jobs = settings.processes(options)
+    assert jobs[3:] == [job._replace(counting=True) for job in jobs[:3]]
+    assert options.steps() == 2 * (1 + 2 * 2) + 1 + 2 * 2
+    plain = settings.from_arguments(settings.parser().parse_args([]))
+    assert plain.counted("patched") == [] and not any(job.counting for job in settings.processes(plain))
+    assert {case[1] for case in targeted().counted("patched")} == {"block+stream", "leaf+stream"}
+
+
+def test_counts_belong_to_the_case_that_was_timed() -> None:
+    out = io.StringIO()
+    child = parent.Child(settings.Options(), "patched", ("none",), Path(), 0.0, parent.Progress(out, 2), counting=True)
+    child.hear("# " + json.dumps({"none/block+stream/b1": {"copies": 18, "waits": 0}}) + "\n")
+    assert "18 copies, 0 waits" in out.getvalue() and child.cases == {}
+    timed = {"cases": {"none/block+stream/b1": case(5.0)}}
+    children = [("patched", timed), ("patched", {"cases": {}, "counts": {**child.counts, "none/leaf/b1": {"copies": 1}}})]
+    cases = results.merge(settings.Options(), children)["cases"]["patched"]
+    assert cases == {"none/block+stream/b1": {**case(5.0), "copies": 18, "waits": 0}}
 
 
 def targeted(**more: Any) -> settings.Options:
@@ -206,7 +230,20 @@ def test_without_an_accelerator_it_says_so() -> None:
 def test_a_tiny_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
     sizes = ["--heads", "1", "--blocks", "1,2", "--tokens", "16", "--bus-mib", "4", "--warmups", "1", "--forwards", "2"]
     modes = ["--modes", "block+stream,leaf+stream+low,block+stream+disk", "--folder", str(tmp_path)]
-    done = bench("--plugin", "tests.sim.loaded", "--device", "npu", "--quant", "int8", *sizes, *modes, "--json", "--time-limit", "200")
+    done = bench(
+        "--plugin",
+        "tests.sim.loaded",
+        "--device",
+        "npu",
+        "--quant",
+        "int8",
+        *sizes,
+        *modes,
+        "--counts",
+        "--json",
+        "--time-limit",
+        "200",
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["errors"] == {} and found["weights"]["int8"] > 0

@@ -49,9 +49,9 @@ def measure(options: settings.Options) -> dict[str, Any]:
     progress = Progress(sys.stderr, total=options.steps())
     children: list[tuple[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as folder:
-        for variant, quants in settings.processes(options):
-            child = Child(options, variant, quants, Path(folder), deadline, progress)
-            children.append((variant, child.run()))
+        for job in settings.processes(options):
+            child = Child(options, job.variant, job.quants, Path(folder), deadline, progress, job.counting)
+            children.append((job.variant, child.run()))
     progress.close()
     return results.merge(options, children)
 

@@ -7,7 +7,7 @@ import importlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import targets
 from .targets import Case
@@ -73,6 +73,7 @@ class Options:
     device: str = "auto"
     timeline: bool = False
     targets: bool = False
+    counts: bool = False
     folder: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,17 +101,35 @@ class Options:
         both = [case for variant in ("patched", "unpatched") for case in self.cases(variant)]
         return sorted(dict.fromkeys(both), key=lambda case: self.quants.index(case[0]))
 
+    def counted(self, variant: str) -> list[Case]:
+        """The cases whose copies, waits and allocations are counted, each with the first of its batch sizes."""
+        if not self.counts:
+            return []
+        modes = ("resident", targets.STREAMED, targets.LEAF)
+        cases = [case for case in self.cases(variant) if case[1] in modes or not self.targets]
+        return list({case[:2]: case for case in reversed(cases)}.values())[::-1]
+
     def steps(self) -> int:
         """How many cases the progress bar counts."""
-        return sum(len(self.cases(variant)) for variant in self.variants)
+        return sum(len(self.cases(variant)) + len(self.counted(variant)) for variant in self.variants)
 
 
-def processes(options: Options) -> list[tuple[str, tuple[str, ...]]]:
-    """The variant and the kinds of weights of each process, in the order in which they run."""
-    found = [("resident", options.quants)] if "resident" in options.variants else []
+class Job(NamedTuple):
+    """What one process does: a variant with some kinds of weights, timed or counted."""
+
+    variant: str
+    quants: tuple[str, ...]
+    counting: bool = False
+
+
+def processes(options: Options) -> list[Job]:
+    """What each process does, in the order in which they run."""
+    jobs = [Job("resident", options.quants)] if "resident" in options.variants else []
     # The patched variant first: where the time is over too early, it is the one that is asked for.
     offloading = [variant for variant in ("patched", "unpatched") if variant in options.variants]
-    return found + [(variant, (quant,)) for quant in options.quants for variant in offloading]
+    jobs += [Job(variant, (quant,)) for quant in options.quants for variant in offloading]
+    # A profiler slows down what comes after it in its process, so that nothing may be timed there.
+    return jobs + [job._replace(counting=True) for job in jobs if options.counts]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=4096, help="image or video tokens")
     made.add_argument("--compile", choices=COMPILES, default="none", help="torch.compile, in every variant")
     made.add_argument("--targets", action="store_true", help="run what the project's targets are about, and say which are met")
+    made.add_argument("--counts", action="store_true", help="count copies, waits and allocations of a forward, in further processes")
     made.add_argument("--warmups", type=int, default=3)
     made.add_argument("--forwards", type=int, default=7, help="timed forwards; their median counts")
     made.add_argument("--bus-mib", type=int, default=1024, help="size of the copies that measure the bus")
@@ -167,6 +187,8 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         plugin=arguments.plugin,
         device=arguments.device,
         targets=arguments.targets,
+        # Some targets are about counts; a compiled model has none.
+        counts=arguments.counts or (arguments.targets and arguments.compile == "none"),
         folder=arguments.folder,
     )
 

@@ -16,7 +16,7 @@ from diffusers_offload_fix import switches
 from .options import Options
 
 #: First characters of the lines that a child writes while it works; its last line is the whole result as JSON.
-STEP, CASE = "@ ", "= "
+STEP, CASE, COUNT = "@ ", "= ", "# "
 WIDTH = 24
 
 
@@ -48,14 +48,22 @@ class Progress:
 
 
 class Child:
-    """One variant, with some kinds of weights, in a process of its own."""
+    """One variant, with some kinds of weights, in a process of its own, which times or counts."""
 
     def __init__(
-        self, options: Options, variant: str, quants: tuple[str, ...], folder: Path, deadline: float, progress: Progress
+        self,
+        options: Options,
+        variant: str,
+        quants: tuple[str, ...],
+        folder: Path,
+        deadline: float,
+        progress: Progress,
+        counting: bool = False,
     ) -> None:
         self.options, self.variant, self.quants, self.folder = options, variant, quants, folder
-        self.deadline, self.progress = deadline, progress
+        self.deadline, self.progress, self.counting = deadline, progress, counting
         self.cases: dict[str, Any] = {}
+        self.counts: dict[str, Any] = {}
         self.result: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
@@ -63,7 +71,7 @@ class Child:
         left = self.deadline - time.time()
         if left < 1:
             return {"cases": {}, "error": "not run: the time limit was reached"}
-        log = self.folder / f"{self.variant}-{'-'.join(self.quants)}.log"
+        log = self.folder / f"{self.variant}-{'-'.join(self.quants)}{'-counts' if self.counting else ''}.log"
         with log.open("w") as errors:
             process = subprocess.Popen(self._command(), env=self._environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
             killer = threading.Timer(left + 20, process.kill)
@@ -82,7 +90,7 @@ class Child:
         tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
         reason = "the time limit was reached" if time.time() > self.deadline else " ".join(tail)[:300]
         self.progress.case(f"{self.variant}: ended with status {status}: {reason}")
-        return {"cases": self.cases, "error": f"ended with status {status}: {reason}"}
+        return {"cases": self.cases, "counts": self.counts, "error": f"ended with status {status}: {reason}"}
 
     def hear(self, line: str) -> None:
         """Takes one line of the child's output."""
@@ -93,13 +101,19 @@ class Child:
             self.cases.update(found)
             for key, case in found.items():
                 self.progress.case(f"{self.variant:10s} {key:34s} {brief(case)}")
+        elif line.startswith(COUNT):
+            found = json.loads(line[len(COUNT) :])
+            self.counts.update(found)
+            for key, case in found.items():
+                figures = ", ".join(f"{value} {figure}" for figure, value in case.items())
+                self.progress.case(f"{self.variant:10s} {key:34s} {figures}")
         elif line.startswith("{"):
             self.result = json.loads(line)
 
     def _command(self) -> list[str]:
         module = f"{__package__}.work"
         arguments = [self.options.dumps(), self.variant, ",".join(self.quants), str(self.folder), str(self.deadline)]
-        return [sys.executable, "-m", module, *arguments]
+        return [sys.executable, "-m", module, *arguments, *(["count"] if self.counting else [])]
 
     def _environment(self) -> dict[str, str]:
         value = "1" if self.variant == "patched" else "0"

@@ -31,6 +31,8 @@ def merge(options: Options, children: list[tuple[str, dict[str, Any]]]) -> dict[
     }
     for variant, child in children:
         merged["cases"][variant].update(child["cases"])
+        for key, found in child.get("counts", {}).items():
+            merged["cases"][variant].get(key, {}).update(found)
         if child.get("error"):
             merged["errors"].setdefault(variant, []).append(child["error"])
     _subtract_resident(merged["cases"])

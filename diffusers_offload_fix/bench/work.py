@@ -1,7 +1,7 @@
 """The child's half: builds the model, enables a mode, times forwards, compares with the resident output.
 
-Started as `python -m diffusers_offload_fix.bench.work OPTIONS VARIANT QUANTS FOLDER DEADLINE`; prints progress, and the result as JSON
-on its last line.
+Started as `python -m diffusers_offload_fix.bench.work OPTIONS VARIANT QUANTS FOLDER DEADLINE [count]`; prints progress, and the result
+as JSON on its last line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diffusers_offload_fix import backend, versions
 from . import build, counts, host
 from .drive import Drive
 from .options import DISK_MODES, MODES, Options
-from .parent import CASE, STEP
+from .parent import CASE, COUNT, STEP
 from .results import name
 from .timeline import record
 
@@ -122,8 +122,6 @@ class Worker:
         with torch.no_grad(), build.denoising(self.options.forwards):
             found = self._timed(model, arguments)
             outputs = found.pop("outputs")
-            if found["ms"] < 1000 * SLOW:
-                found |= counts.of_forward(lambda: model(**arguments), self.device)
             if folder is not None:
                 found |= Drive(folder).rates(lambda: 1000 * self._time(model, arguments)[0])
             if self.options.timeline and mode != "resident":
@@ -178,6 +176,36 @@ class Worker:
                 self._keep(name(quant, mode, batch), case)
 
 
+class Counter(Worker):
+    """Counts what a forward makes the host and the driver do; times nothing."""
+
+    def __init__(self, options: Options, variant: str, quants: tuple[str, ...], folder: Path, deadline: float) -> None:
+        super().__init__(options, variant, quants, folder, deadline)
+        self.wanted = [case for case in options.counted(variant) if case[0] in quants]
+
+    def run(self) -> dict[str, Any]:
+        """Counts every case; one that fails was reported by the process that times it."""
+        for quant, mode, batch in self.wanted:
+            with contextlib.suppress(Exception), self._folder(mode) as folder:
+                self._count(quant, mode, batch, folder)
+            host.release(self.device)
+            if time.time() > self.deadline:
+                break
+        return {"variant": self.variant, "about": about(self.device), "cases": {}, "counts": self.cases}
+
+    def _count(self, quant: str, mode: str, batch: int, folder: Path | None) -> None:
+        say(STEP, f"{quant} {mode}: counts")
+        model = build.model(self.options, quant, self.device)
+        self._offload(model, mode, folder)
+        arguments = build.inputs(self.options, batch, self.device)
+        with torch.no_grad(), build.denoising(self.options.forwards):
+            # The order of the groups is known after two forwards; a slow one is slow because of what it copies, and is not traced.
+            if max(self._time(model, arguments)[0] for _ in range(2)) < SLOW:
+                found = counts.of_forward(lambda: model(**arguments), self.device)
+                self.cases[name(quant, mode, batch)] = found
+                say(COUNT, json.dumps({name(quant, mode, batch): found}))
+
+
 def _compile(model: Any, how: str) -> None:
     if how == "model":
         model.compile()
@@ -211,7 +239,8 @@ def main(argv: list[str]) -> int:
     options = Options.loads(argv[0])
     if options.plugin:
         importlib.import_module(options.plugin)
-    worker = Worker(options, argv[1], tuple(argv[2].split(",")), Path(argv[3]), float(argv[4]))
+    kind = Counter if argv[5:] == ["count"] else Worker
+    worker = kind(options, argv[1], tuple(argv[2].split(",")), Path(argv[3]), float(argv[4]))
     say("", json.dumps(worker.run()))
     return 0
 
