@@ -21,7 +21,7 @@ from .files import renew
 from .homes import Keep
 from .layout import align
 from .order import Order, Pair
-from .slots import Arena, Buffer, Slot, whole
+from .slots import Allowance, Arena, Buffer, Slot, whole
 from .transfer import Transfer, wait_for
 from .unit import Unit
 
@@ -34,8 +34,6 @@ logger = logging.getLogger("diffusers_offload_fix")
 LOOKAHEAD = 64
 #: A unit of at most so many bytes has device memory of its own, which a loop keeps: copying it costs more than it holds.
 SMALL = 64 * 2**10
-#: Bytes of device memory that the small units of one lane may have for themselves.
-SMALL_TOTAL = 8 * 2**20
 
 
 class Lane:
@@ -74,7 +72,7 @@ class Lane:
         self._expected: deque[Any] = deque()
         self._horizon: Pair | None = None
         self._full = False
-        self._small: dict[int, int] = {}
+        self._allowance = Allowance()
         self._read: list[Any] = []
 
     def begin(self) -> None:
@@ -237,7 +235,7 @@ class Lane:
                 self._arena.release()
             self._arena = Arena(nbytes, self.device)
         self.changed = False
-        self._small.clear()
+        self._allowance = Allowance()
         return self._arena
 
     def _arena_size(self) -> int:
@@ -246,11 +244,7 @@ class Lane:
         return 2 * max(sizes, default=0)
 
     def _is_small(self, unit: Unit) -> bool:
-        if self.stream is None or unit.nbytes > SMALL:
-            return False
-        if id(unit) not in self._small and sum(self._small.values()) + unit.nbytes <= SMALL_TOTAL:
-            self._small[id(unit)] = unit.nbytes
-        return id(unit) in self._small
+        return self.stream is not None and unit.nbytes <= SMALL and self._allowance.covers(unit, unit.nbytes)
 
     def _refresh(self, unit: Unit, graph: bool) -> None:
         """Drops a copy that was made too early or must not be reused, and a home that the tensors have left."""
@@ -285,8 +279,7 @@ class Lane:
         return unit.intact() and self.transfer.stage(unit)
 
     def _prefetch_unit(self, unit: Unit) -> bool:
-        slot = self._own_slot(unit, False, True) if self._is_small(unit) else self._take(unit)
-        if slot is not None:
+        if (slot := self._own_slot(unit, False, True) if self._is_small(unit) else self._take(unit)) is not None:
             self._load(unit, slot)
         return slot is not None
 
@@ -326,8 +319,7 @@ class Lane:
         buffer.resume(self._compute(), self.stream)
         slot = whole(buffer)
         slot.lasting = lasting and not graph
-        if graph:
-            slot.key = None
+        slot.key = None if graph else slot.key
         if self.stream is not None and self._streams is not None:
             slot.waits = [self._streams.mark(self._compute())]
         return slot

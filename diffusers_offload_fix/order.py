@@ -2,7 +2,9 @@
 
 What comes next is predicted from the last two groups, so that a group that runs twice in a forward has a successor for each time,
 and from what followed these two the last times, so that blocks which a cache skips every second or third forward are expected in the
-others only. Such a rhythm counts once it has been seen twice: caches also skip blocks at moments that nobody can tell. A wrong guess costs a copy, never a wrong number: a guess only moves bytes, and a group is bound when it really runs.
+others only. Such a rhythm counts once it has been seen twice: caches also skip blocks at moments that nobody can tell.
+
+A wrong guess costs a copy, never a wrong number: a guess only moves bytes, and a group is bound when it really runs.
 """
 
 from __future__ import annotations

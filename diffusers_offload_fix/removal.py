@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from . import backend, mover
-from .binding import inference_alias, set_leaves
 from .groups import quiet, state_of
 from .layout import Layout
 from .structure import unique
+from .swapping import inference_alias, set_leaves
 from .tree import Tree, is_peculiar
 from .unhook import hooks_below, unhook
 from .unit import Entry, Unit, make_binding

@@ -175,6 +175,22 @@ class Arena(Buffer):
         self._turn = 0
 
 
+class Allowance:
+    """Device memory that small units of one lane may have for themselves, in the order in which they ask."""
+
+    #: Bytes, in all.
+    TOTAL = 8 * 2**20
+
+    def __init__(self) -> None:
+        self._taken: dict[int, int] = {}
+
+    def covers(self, unit: object, nbytes: int) -> bool:
+        """True if the unit has, or from now on has, `nbytes` bytes of it."""
+        if id(unit) not in self._taken and sum(self._taken.values()) + nbytes <= self.TOTAL:
+            self._taken[id(unit)] = nbytes
+        return id(unit) in self._taken
+
+
 def pending(events: list[Any]) -> list[Any]:
     """The events that have not happened yet, each once."""
     return list({id(event): event for event in events if not event.query()}.values())

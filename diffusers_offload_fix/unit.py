@@ -20,11 +20,11 @@ from .binding import (
     RepackedBinding,
     StatefulBinding,
     WrapperBinding,
-    let_go_of_base,
 )
 from .homes import Home, Keep, make_home
 from .layout import byte_range, storage_bytes
 from .packing import packed_for
+from .swapping import let_go_of_base
 from .tree import Tree, is_peculiar
 from .watch import Holding, addresses, holding, unchanged, versions
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusers_offload_fix import idle, lane
+from diffusers_offload_fix import idle, lane, slots
 from tests import sim
 from tests.kinds import contract
 from tests.pairs import SORTS, Pair, every, forward, live_bytes
@@ -49,7 +49,7 @@ def test_a_weight_that_changes_in_a_loop_is_copied_again(
     small: int, name: str, way: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "SMALL", small)
-    monkeypatch.setattr(lane, "SMALL_TOTAL", 2**30)
+    monkeypatch.setattr(slots.Allowance, "TOTAL", 2**30)
     pair = Pair(name, way, npu)
     with idle.loop(), torch.no_grad():
         for turn in range(6):
