@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+
+from tests import sim
+
+
+@pytest.fixture(autouse=True)
+def at_rest() -> Iterator[None]:
+    """The simulator at rest before and after each test of a module that imports this."""
+    sim.reset()
+    torch.get_device_module("npu").set_device(0)
+    yield
+    sim.reset()
 
 
 def pinned(*values: float) -> torch.Tensor:

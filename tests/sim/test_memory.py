@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,10 @@ import torch
 
 from tests import sim
 from tests.sim import build
-from tests.sim.helpers import on_side, pinned
+from tests.sim.helpers import at_rest, on_side, pinned  # noqa: F401 -- a fixture
 
 sim.load()
 npu = torch.get_device_module("npu")
-
-
-@pytest.fixture(autouse=True)
-def _at_rest() -> Iterator[None]:
-    sim.reset()
-    npu.set_device(0)
-    yield
-    sim.reset()
 
 
 # Pinned memory -------------------------------------------------------------------------------------------------------
