@@ -91,9 +91,7 @@ class _Whole:
 #: Everything that is put into `diffusers.pipelines.pipeline_utils`.
 PATCHES: tuple[Patch, ...] = (
     Patch("DiffusionPipeline.progress_bar", "pipelines", "replace", loops.progress_bar, ("self",), target=_startup.PIPELINES),
-    Patch(
-        "DiffusionPipeline.to", "pipelines", "replace", conversion.pipeline_to, ("self",), target=_startup.PIPELINES
-    ),
+    Patch("DiffusionPipeline.to", "pipelines", "replace", conversion.pipeline_to, ("self",), target=_startup.PIPELINES),
     Patch("DiffusionPipeline.remove_all_hooks", "pipelines", "replace", _remove_all_hooks, ("self",), target=_startup.PIPELINES),
     Patch(
         "DiffusionPipeline.enable_group_offload",
