@@ -9,8 +9,9 @@ import sys
 TARGET = "diffusers.hooks.group_offloading"
 PIPELINES = "diffusers.pipelines.pipeline_utils"
 MODELS = "diffusers.models.modeling_utils"
+MODULAR = "diffusers.modular_pipelines.modular_pipeline"
 # What is patched besides, each when it is imported; the target decides whether anything is.
-OTHERS = (PIPELINES, MODELS)
+OTHERS = (PIPELINES, MODELS, MODULAR)
 
 
 class TargetFinder:

@@ -66,7 +66,8 @@ def _cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
         logger.warning("%s is quantised: its weights are not converted to %s.", type(module).__name__, dtype)
 
 
-#: Everything that is put into `diffusers.models.modeling_utils`.
+#: What is put into `diffusers.models.modeling_utils`, and into `diffusers.modular_pipelines.modular_pipeline`.
 PATCHES: tuple[Patch, ...] = (
     Patch("ModelMixin.to", "models", "replace", model_to, ("self", "args", "kwargs"), target=_startup.MODELS),
+    Patch("ModularPipeline.to", "modular", "replace", pipeline_to, ("self",), target=_startup.MODULAR, versions=">=0.35"),
 )

@@ -83,6 +83,12 @@ def offloaded(device: torch.device, mode: str = "block+stream") -> Any:
     return model
 
 
+def is_modular_known() -> bool:
+    import diffusers
+
+    return hasattr(diffusers, "ModularPipeline")
+
+
 def dtypes(module: nn.Module) -> set[torch.dtype]:
     return {p.dtype for p in module.parameters()}
 
@@ -234,6 +240,27 @@ def test_a_quantised_component_keeps_its_dtype(npu: torch.device) -> None:
     assert dtypes(pipe.transformer) == {torch.float32} and dtypes(pipe.vae) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("call", PIPELINE_CALLS)
+def test_a_modular_pipeline(call: str, npu: torch.device) -> None:
+    if not is_modular_known():
+        pytest.skip("this diffusers has no modular pipelines")
+    from diffusers.modular_pipelines import ModularPipeline
+
+    convert, has_device = PIPELINE_CALLS[call]
+    pipe = ModularPipeline.__new__(ModularPipeline)
+    parts = {"transformer": models.flux(), "text_encoder": models.text_encoder(), "vae": tiny.build("plain").vae}
+    pipe.__dict__.update(parts, hf_device_map=None, _component_specs=dict.fromkeys(parts), _config_specs={})
+    for name in ("transformer", "text_encoder"):
+        simulated.enable(parts[name], npu, cells.MODES["leaf+stream"])
+    with Warnings() as lines:
+        assert convert(pipe, npu) is pipe
+    assert refusals(lines) == (2 if has_device else 0)
+    for name, module in parts.items():
+        assert dtypes(module) == {HALF}
+        assert contract.leaves_off(module, npu if has_device and name == "vae" else "cpu") == []
+    assert torch.equal(forward(parts["transformer"], npu), forward(models.flux().to(npu, HALF), npu))
+
+
 def test_what_a_pipeline_refuses_changes_nothing(npu: torch.device) -> None:
     pipe = NAMED["sd3"].build()
     simulated.enable(pipe.transformer, npu, cells.MODES["leaf"])
@@ -283,14 +310,16 @@ def test_upstream_drops_the_dtype(npu: torch.device) -> None:
     assert model.to(npu, HALF) is model and dtypes(model) == {HALF}
 
 
-@pytest.mark.parametrize(("name", "cls"), [(_startup.MODELS, "ModelMixin"), (_startup.PIPELINES, "DiffusionPipeline")])
+@pytest.mark.parametrize(
+    ("name", "cls"), [(_startup.MODELS, "ModelMixin"), (_startup.PIPELINES, "DiffusionPipeline"), (_startup.MODULAR, "ModularPipeline")]
+)
 def test_the_evidence_is_the_same_of_live_classes(name: str, cls: str) -> None:
     run(f"""
     import diffusers_offload_fix
     from diffusers_offload_fix.fixes import all_fixes
     module = target()
-    fixes = [fix for fix in all_fixes() if fix.id in ("dtype", "moved", "pipe")]
-    assert len(fixes) == 3
+    fixes = [fix for fix in all_fixes() if fix.id in ("dtype", "moved", "pipe", "mpipe")]
+    assert len(fixes) == 4
     live = importlib.import_module("{name}")
     for _ in range(2):
         assert is_applied()

@@ -77,7 +77,7 @@ def _method(home: Home, module: ModuleType, name: str) -> Any:
 
 @functools.cache
 def _from_source(home: Home, path: Path, name: str) -> Any:
-    source = path.read_text(encoding="utf-8")
+    source = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.search(rf"^    def {name}\(.*?(?=^    (?:def|@)|^\S|\Z)", source, re.MULTILINE | re.DOTALL)
     if found is None:
         return None

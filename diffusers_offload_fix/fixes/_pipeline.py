@@ -27,9 +27,38 @@ class Component(torch.nn.Module):
         self.log.append("offloaded")
 
 
-def evidence(method: str) -> Callable[[Callable[[Any], bool]], Any]:
-    """Make a probe of a function that is given upstream's `DiffusionPipeline.<method>` and looks for the bug in it."""
-    return _method.evidence(HOME, method)
+class Converted(torch.nn.Module):
+    """A component that only notes the arguments of its `to`."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked += [*args, *kwargs.values()]
+        return self
+
+
+def evidence(method: str, is_modular: bool = False) -> Callable[[Callable[[Any], bool]], Any]:
+    """Make a probe of a function that is given upstream's method of that name, of `DiffusionPipeline` or of `ModularPipeline`."""
+    return _method.evidence(MODULAR if is_modular else HOME, method)
+
+
+def drops_dtype(method: Any) -> bool:
+    """Whether a pipeline's `to(dtype)` leaves a group-offloaded component out."""
+    component = Converted()
+    pipeline = SimpleNamespace(
+        components={"transformer": component},
+        transformer=component,
+        hf_device_map=None,
+        _is_pipeline_device_mapped=lambda: False,
+        _get_signature_keys=lambda pipeline: ({"transformer"}, set()),
+        _maybe_raise_error_if_group_offload_active=lambda **_: True,
+    )
+    method(pipeline, torch.float16)
+    return torch.float16 not in component.asked
 
 
 def _globals() -> dict[str, Any]:
@@ -37,15 +66,24 @@ def _globals() -> dict[str, Any]:
         "__builtins__": {**vars(builtins), "__import__": _imported},
         "torch": torch,
         "accelerate": SimpleNamespace(hooks=SimpleNamespace(remove_hook_from_module=lambda *_, **__: None)),
-        "is_accelerate_available": lambda: False,
-        "_check_bnb_status": lambda module: (False, False, False),
-        "logger": logging.Logger(HOME.module, level=logging.CRITICAL + 1),
+        "logger": logging.Logger(_startup.PIPELINES, level=logging.CRITICAL + 1),
+        **vars(_HELPERS),
     }
 
 
 def _imported(name: str, *arguments: Any) -> Any:
     """What a method imports while it runs."""
-    return SimpleNamespace(apply_group_offloading=lambda module, **_: module.log.append("offloaded"))
+    return _HELPERS
 
 
+#: Upstream's functions; some methods import them, others find them in their module.
+_HELPERS = SimpleNamespace(
+    apply_group_offloading=lambda module, **_: module.log.append("offloaded"),
+    _check_bnb_status=lambda module: (False, False, False),
+    is_accelerate_available=lambda: False,
+    is_accelerate_version=lambda *_: False,
+    is_hpu_available=lambda: False,
+    is_transformers_version=lambda *_: False,
+)
 HOME = _method.Home(_startup.PIPELINES, "DiffusionPipeline", _globals)
+MODULAR = _method.Home(_startup.MODULAR, "ModularPipeline", _globals)
