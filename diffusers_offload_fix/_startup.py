@@ -7,8 +7,11 @@ load diffusers. Importing wrapt alone would cost such an interpreter about 80 ms
 import sys
 
 TARGET = "diffusers.hooks.group_offloading"
+PIPELINES = "diffusers.pipelines.pipeline_utils"
+MODELS = "diffusers.models.modeling_utils"
+MODULAR = "diffusers.modular_pipelines.modular_pipeline"
 # What is patched besides, each when it is imported; the target decides whether anything is.
-OTHERS = ("diffusers.pipelines.pipeline_utils",)
+OTHERS = (PIPELINES, MODELS, MODULAR)
 
 
 class TargetFinder:

@@ -84,10 +84,11 @@ def other_loaded(module: ModuleType) -> None:
 
 def patches() -> tuple[Patch, ...]:
     """What the plugin installs in this release. Imports torch, so only once the target is loaded."""
-    from diffusers_offload_fix import methods, pipelines
+    from diffusers_offload_fix import conversion, methods, pipelines
 
     found = versions.installed("diffusers") or ""
-    return tuple(patch for patch in (*methods.PATCHES, *pipelines.PATCHES) if versions.within(found, patch.versions))
+    everything = (*methods.PATCHES, *pipelines.PATCHES, *conversion.PATCHES)
+    return tuple(patch for patch in everything if versions.within(found, patch.versions))
 
 
 def _guarded(work: Callable[[], None]) -> None:

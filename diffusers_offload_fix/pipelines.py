@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import _startup, loops
+from . import _startup, conversion, loops
 from .applying import applied_below, put_back
 from .patcher import Patch
 from .removal import disable_group_offload, is_hooked, modules_of
@@ -90,15 +90,16 @@ class _Whole:
 
 #: Everything that is put into `diffusers.pipelines.pipeline_utils`.
 PATCHES: tuple[Patch, ...] = (
-    Patch("DiffusionPipeline.progress_bar", "pipelines", "replace", loops.progress_bar, ("self",), target=_startup.OTHERS[0]),
-    Patch("DiffusionPipeline.remove_all_hooks", "pipelines", "replace", _remove_all_hooks, ("self",), target=_startup.OTHERS[0]),
+    Patch("DiffusionPipeline.progress_bar", "pipelines", "replace", loops.progress_bar, ("self",), target=_startup.PIPELINES),
+    Patch("DiffusionPipeline.to", "pipelines", "replace", conversion.pipeline_to, ("self",), target=_startup.PIPELINES),
+    Patch("DiffusionPipeline.remove_all_hooks", "pipelines", "replace", _remove_all_hooks, ("self",), target=_startup.PIPELINES),
     Patch(
         "DiffusionPipeline.enable_group_offload",
         "pipelines",
         "replace",
         _enable_group_offload,
         ("self", "onload_device", "exclude_modules"),
-        target=_startup.OTHERS[0],
+        target=_startup.PIPELINES,
         versions=">=0.36",
     ),
 )

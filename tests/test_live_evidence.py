@@ -202,6 +202,24 @@ def twice(**options):
 def named_parts():
     return is_refused_by(Deep(), lambda net: enable(net, block_modules=["inner"]))
 
+def mixed():
+    from diffusers.models.modeling_utils import ModelMixin
+
+    class Mixed(ModelMixin):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    return enable(Mixed().requires_grad_(False), use_stream=False)
+
+def drops_dtype():
+    net = mixed().to(DEVICE, torch.float64)
+    return any(weight.dtype is not torch.float64 for weight in net.parameters())
+
+def moved_by_tensor():
+    net = mixed().to(torch.empty(0, device=DEVICE))
+    return any(weight.device == DEVICE for weight in net.parameters())
+
 SCENE = {
     "D1": lambda: (kept := []) is None or differs(model, **used_folder(kept)),
     "D2": lambda: differs(model, **used_folder([])),
@@ -220,6 +238,8 @@ SCENE = {
     "G23": lambda: differs(model),
     "tied": lambda: differs(tied),
     "R1": copied_back,
+    "dtype": drops_dtype,
+    "moved": moved_by_tensor,
     "Q1": lambda: differs(quanto, use_stream=False),
     "Q2": lambda: ran(torchao, low_cpu_mem_usage=True).lin.weight.qdata.device.type != "cpu",
     "Q3": lambda: (weight := ran(torchao).lin.weight).device != weight.qdata.device,

@@ -1,28 +1,17 @@
-"""Upstream's methods of pipelines, for probes: rebuilt over other globals, so that nothing large is imported.
-
-The module of the pipelines takes seconds to import and may never be needed, so a method that is not there yet is read from its source.
-"""
+"""Upstream's methods of pipelines, for probes."""
 
 from __future__ import annotations
-import __future__
 
 import builtins
-import functools
 import logging
-import re
-import sys
-import textwrap
 from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from diffusers_offload_fix import _startup, patcher
-
-NAME = _startup.OTHERS[0]
+from diffusers_offload_fix import _startup
+from diffusers_offload_fix.fixes import _method
 
 
 class Component(torch.nn.Module):
@@ -38,55 +27,38 @@ class Component(torch.nn.Module):
         self.log.append("offloaded")
 
 
-def evidence(method: str) -> Callable[[Callable[[Any], bool]], Any]:
-    """Make a probe of a function that is given upstream's `DiffusionPipeline.<method>` and looks for the bug in it.
+class Converted(torch.nn.Module):
+    """A component that only notes the arguments of its `to`."""
 
-    The probe answers False once the plugin's own method is live, or is waiting for the pipelines to be imported.
-    """
+    dtype = torch.float32
 
-    def decorate(find: Callable[[Any], bool]) -> Any:
-        @wraps(find)
-        def probe(module: ModuleType) -> bool:
-            return not _is_cured(method) and upstream(module)
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
 
-        def upstream(module: ModuleType) -> bool:
-            function = _method(module, method)
-            return function is not None and find(function)
-
-        probe.upstream = upstream  # type: ignore[attr-defined]
-        return probe
-
-    return decorate
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked += [*args, *kwargs.values()]
+        return self
 
 
-def _is_cured(method: str) -> bool:
-    pipelines = sys.modules.get(NAME)
-    if pipelines is None:
-        return _startup.is_armed()
-    return patcher.is_ours(vars(pipelines.DiffusionPipeline).get(method))
+def evidence(method: str, is_modular: bool = False) -> Callable[[Callable[[Any], bool]], Any]:
+    """Make a probe of a function that is given upstream's method of that name, of `DiffusionPipeline` or of `ModularPipeline`."""
+    return _method.evidence(MODULAR if is_modular else HOME, method)
 
 
-def _method(module: ModuleType, name: str) -> Any:
-    pipelines = sys.modules.get(NAME)
-    cls = getattr(pipelines, "DiffusionPipeline", None)
-    if cls is None:
-        return _from_source(Path(str(module.__file__)).parents[1] / "pipelines" / "pipeline_utils.py", name)
-    function = patcher.original(cls, name)
-    if not isinstance(function, FunctionType):
-        return None
-    return FunctionType(function.__code__, _globals(), name, function.__defaults__, function.__closure__)
-
-
-@functools.cache
-def _from_source(path: Path, name: str) -> Any:
-    source = path.read_text(encoding="utf-8")
-    found = re.search(rf"^    def {name}\(.*?(?=^    (?:def|@)|^\S|\Z)", source, re.MULTILINE | re.DOTALL)
-    if found is None:
-        return None
-    namespace = _globals()
-    flags = __future__.annotations.compiler_flag
-    exec(compile(textwrap.dedent(found.group()), str(path), "exec", flags, dont_inherit=True), namespace)
-    return namespace[name]
+def drops_dtype(method: Any) -> bool:
+    """Whether a pipeline's `to(dtype)` leaves a group-offloaded component out."""
+    component = Converted()
+    pipeline = SimpleNamespace(
+        components={"transformer": component},
+        transformer=component,
+        hf_device_map=None,
+        _is_pipeline_device_mapped=lambda: False,
+        _get_signature_keys=lambda pipeline: ({"transformer"}, set()),
+        _maybe_raise_error_if_group_offload_active=lambda **_: True,
+    )
+    method(pipeline, torch.float16)
+    return torch.float16 not in component.asked
 
 
 def _globals() -> dict[str, Any]:
@@ -94,10 +66,24 @@ def _globals() -> dict[str, Any]:
         "__builtins__": {**vars(builtins), "__import__": _imported},
         "torch": torch,
         "accelerate": SimpleNamespace(hooks=SimpleNamespace(remove_hook_from_module=lambda *_, **__: None)),
-        "logger": logging.Logger(NAME, level=logging.CRITICAL + 1),
+        "logger": logging.Logger(_startup.PIPELINES, level=logging.CRITICAL + 1),
+        **vars(_HELPERS),
     }
 
 
 def _imported(name: str, *arguments: Any) -> Any:
     """What a method imports while it runs."""
-    return SimpleNamespace(apply_group_offloading=lambda module, **_: module.log.append("offloaded"))
+    return _HELPERS
+
+
+#: Upstream's functions; some methods import them, others find them in their module.
+_HELPERS = SimpleNamespace(
+    apply_group_offloading=lambda module, **_: module.log.append("offloaded"),
+    _check_bnb_status=lambda module: (False, False, False),
+    is_accelerate_available=lambda: False,
+    is_accelerate_version=lambda *_: False,
+    is_hpu_available=lambda: False,
+    is_transformers_version=lambda *_: False,
+)
+HOME = _method.Home(_startup.PIPELINES, "DiffusionPipeline", _globals)
+MODULAR = _method.Home(_startup.MODULAR, "ModularPipeline", _globals)

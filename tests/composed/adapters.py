@@ -72,11 +72,8 @@ def load_ip_adapter(unet: Any) -> None:
                 keys[f"{2 * number + 1}.to_{part}_ip.weight"] = torch.randn(width, models.WIDTH)
         projection = {"proj.weight": torch.randn(4 * models.WIDTH, 8), "proj.bias": torch.randn(4 * models.WIDTH)}
         projection |= {"norm.weight": torch.randn(models.WIDTH), "norm.bias": torch.randn(models.WIDTH)}
-    parts = {"image_proj": projection, "ip_adapter": keys}
-    typed = {part: {name: value.to(unet.dtype) for name, value in table.items()} for part, table in parts.items()}
-    unet._load_ip_adapter_weights([typed], low_cpu_mem_usage=False)
-    # In the adapter's loader: upstream's `.to` does nothing to an offloaded model if a device is named, too.
-    unet.to(unet.dtype)
+    # In float32, as in most files: the loader converts it.
+    unet._load_ip_adapter_weights([{"image_proj": projection, "ip_adapter": keys}], low_cpu_mem_usage=False)
 
 
 def unload_ip_adapter(unet: Any) -> None:
