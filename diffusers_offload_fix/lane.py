@@ -135,8 +135,11 @@ class Lane:
 
         A copy that fails here is made again when its group runs, and what is wrong then is raised there.
         """
-        if self.stream is None or self._full:
-            return
+        if self.stream is not None and not self._full:
+            self._look_ahead()
+            self.transfer.flush()
+
+    def _look_ahead(self) -> None:
         for _ in range(LOOKAHEAD):
             found = self.order.after(self._horizon or self.order.now, self.looping)
             if found is None or found[0] in self._expected:
@@ -229,7 +232,8 @@ class Lane:
         """The arena, made anew if the units have changed and none of them sits in the old one."""
         if self._arena is not None and (self._arena.taken or not self.changed):
             return self._arena
-        nbytes = self._arena_size()
+        # Two of the largest units: one that computes and one that is being copied, as many as upstream holds.
+        nbytes = 2 * max((align(unit.nbytes) for state in self.groups if not state.spanning for unit in state.units), default=0)
         if self._arena is None or self._arena.nbytes != nbytes:
             if self._arena is not None:
                 self._arena.release()
@@ -237,11 +241,6 @@ class Lane:
         self.changed = False
         self._allowance = Allowance()
         return self._arena
-
-    def _arena_size(self) -> int:
-        # Two of the largest units: one that computes and one that is being copied, as many as upstream holds.
-        sizes = [align(unit.nbytes) for state in self.groups if not state.spanning for unit in state.units]
-        return 2 * max(sizes, default=0)
 
     def _is_small(self, unit: Unit) -> bool:
         return self.stream is not None and unit.nbytes <= SMALL and self._allowance.covers(unit, unit.nbytes)

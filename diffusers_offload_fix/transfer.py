@@ -16,7 +16,8 @@ import torch
 from . import backend
 from .homes import Home, warn_unpinned
 from .slots import Slot
-from .staging import CHUNK, WORKERS, Ring, Sending, refuse_all
+from .sending import Sending
+from .staging import CHUNK, WORKERS, Ring, refuse_all
 from .unit import Unit
 
 #: Bytes under which a copy from unpinned memory is left to the driver.
@@ -30,6 +31,7 @@ trace: Callable[[str, str, Any, Any], None] | None = None
 class _Staged(NamedTuple):
     sending: Sending
     stamp: list[int]
+    load: int
 
 
 class Transfer:
@@ -76,17 +78,27 @@ class Transfer:
         if ring is None:
             home.copy_to(slot.memory, non_blocking=False)
             return
-        ring.send(home, self.streams.current(), slot.memory).done.result().synchronize()
+        sending = ring.send(home, self.streams.current(), slot.memory)
+        ring.flush()
+        sending.done.result().synchronize()
 
     def stage(self, unit: Unit) -> bool:
         """Fills staging buffers with a unit for which the device has no room yet; False if there is nothing or no one to fill."""
         ring = self._ring_for(unit)
-        if ring is None or unit in self._staged or sum(held.sending.pieces for held in self._staged.values()) >= ring.ahead:
-            return ring is not None and unit in self._staged
+        if ring is None or unit in self._staged:
+            return ring is not None
+        loads = {held.load: held.sending.pieces for held in self._staged.values()}
+        if sum(loads.values()) >= ring.ahead and not ring.has_room(unit.home, self.stream):
+            return False
         sending = ring.send(unit.home, self.stream)
         self._waiting.add(sending)
-        self._staged[unit] = _Staged(sending, unit.stamp())
+        self._staged[unit] = _Staged(sending, unit.stamp(), ring.opened)
         return True
+
+    def flush(self) -> None:
+        """Hands everything that was started or staged to the threads."""
+        for ring in self._rings.values():
+            ring.flush()
 
     def unstage(self, unit: Unit | None = None) -> None:
         """Forgets what was staged, for one unit or for all: its buffers are free again."""
@@ -124,6 +136,7 @@ class Transfer:
         sending, slot.sending = slot.sending, None
         if sending is None:
             return
+        self.flush()
         try:
             event = sending.done.result()
         except BaseException:
