@@ -217,7 +217,7 @@ class Piece:
 
 
 class Load:
-    """Pieces that share a buffer and a stream: each call of a thread takes the interpreter from the model, so small ones go together."""
+    """Pieces that share a buffer and a stream. Each call takes the interpreter from the model, so small ones go together."""
 
     def __init__(self, pool: Pool, pieces: list[Piece]) -> None:
         self._pool = pool
@@ -253,7 +253,7 @@ class Load:
             if self._left:
                 return
         if self._buffer is not None:
-            # Now, and not with each piece: several threads may have sent from it, and the last event that was noted need not be the latest.
+            # Now, not with each piece: several threads may have sent from it, and the event that was noted last need not be the latest.
             sending = self._pieces[0].sending
             self._buffer.sent = sending.streams.mark(sending.stream)
         self._pool.put(self._buffer, self._reserved)

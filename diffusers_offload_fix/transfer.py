@@ -15,8 +15,8 @@ import torch
 
 from . import backend
 from .homes import Home, warn_unpinned
-from .slots import Slot
 from .sending import Sending
+from .slots import Slot
 from .staging import CHUNK, WORKERS, Ring, refuse_all
 from .unit import Unit
 
