@@ -231,18 +231,18 @@ class Load:
 
     def run(self) -> None:
         """Fills the buffer and copies it to the device, now or when there is room; for a thread of the ring."""
-        kept: list[Piece] = []
+        pieces, kept = self._pieces, list[Piece]()
         try:
             self._reserved = self._may_fill()
-            wanted = [piece for piece in self._pieces if piece.sending.wanted]
+            wanted = [piece for piece in pieces if piece.sending.wanted]
             if wanted:
                 self._place(wanted)
                 self._fill(wanted, kept)
         except BaseException as error:
-            for piece in self._pieces:
+            for piece in pieces:
                 if piece not in kept:
                     piece.sending.failed(error)
-        for piece in self._pieces:
+        for piece in pieces:
             if piece not in kept:
                 piece.end()
 
@@ -257,6 +257,8 @@ class Load:
             sending = self._pieces[0].sending
             self._buffer.sent = sending.streams.mark(sending.stream)
         self._pool.put(self._buffer, self._reserved)
+        # Pieces and their load know each other: the buffer would stay until the garbage collector comes by.
+        self._buffer, self._pieces = None, []
 
     def _may_fill(self) -> bool:
         """Waits until all pieces have memory, or there is a buffer for what comes before it; True for such a buffer.

@@ -20,7 +20,7 @@ from tests.kinds.catalogue import KINDS
 
 FULL = bool(os.environ.get("DIFFUSERS_OFFLOAD_FIX_FULL"))
 #: Modes whose bytes take different ways; the rest differ in flags that the plugin makes harmless.
-TELLING = ("block2", "block+stream", "block+stream+low", "leaf+stream")
+TELLING = ("block2", "block+stream", "block+stream+low", "leaf", "leaf+stream", "leaf+stream+low")
 EVERY_MODE = ("plain-bfloat16", "plain-float32", "plain-tied-root", "plain-changing-buffers", "own-nested", "torchao-int8wo")
 
 

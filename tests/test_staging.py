@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -249,3 +250,23 @@ def test_one_home_that_fails_takes_no_other_with_it_unless_it_shares_the_call(ri
         with pytest.raises(OSError, match="the disk is gone"):
             one.done.result(timeout=20)
     assert ring._pool.state == (len(ring._buffers), ring.ahead)
+
+
+def test_buffers_go_without_the_garbage_collector(npu: torch.device) -> None:
+    before = sim.counters()["pinned_bytes"]
+    of, streams = home(3), backend.Streams(npu)
+    gc.disable()
+    try:
+        with sim.xpu_shim():
+            made = staging.Ring(4 * CHUNK, streams, threads=2)
+            memory = room(of)
+            assert arrived(send(made, of, streams.new(), memory), of, memory)
+            waiting = send(made, of, streams.new())
+            waiting.refuse()
+            assert waiting.done.result(timeout=20) is None
+            assert sim.counters()["pinned_bytes"] > before
+            made.close()
+        del made, waiting
+        assert sim.counters()["pinned_bytes"] == before
+    finally:
+        gc.enable()
