@@ -210,10 +210,15 @@ class Piece:
 
     def end(self) -> None:
         """Notes that the piece is through. Harmless the second time."""
-        if not self._over:
-            self._over = True
+        if self._over:
+            return
+        self._over = True
+        try:
             self.load.ended()
-            self.sending.ended()
+        except BaseException as error:
+            # Somebody waits for the sending, whatever becomes of the buffer.
+            self.sending.failed(error)
+        self.sending.ended()
 
 
 class Load:

@@ -144,6 +144,21 @@ def test_an_error_is_told_once_no_thread_writes_any_more(ring: Any, when: str, m
     assert arrived(send(ring, of, stream, memory), of, memory)
 
 
+def test_nobody_waits_for_a_device_that_fails(ring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, stream = home(5), backend.Streams(torch.device("npu:0")).new()
+    memory = room(of)
+
+    def mark(*_: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as lost:
+        lost.setattr(backend.Streams, "mark", mark)
+        one = send(ring, of, stream, memory)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            one.done.result(timeout=20)
+    stream.synchronize()
+
+
 def test_a_thread_that_waits_for_room_gives_up(ring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "PATIENCE", 0.05)
     stream = backend.Streams(torch.device("npu:0")).new()

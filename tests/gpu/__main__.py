@@ -73,10 +73,7 @@ def main(argv: list[str]) -> int:
     from . import setting as settings
 
     matrix.unthreaded()
-    why = settings.missing(options.device)
-    if why is not None:
-        table.say(why)
-        return 2
+    settings.require(options.device)
     setting = settings.setting(options.device)
     import diffusers.hooks  # noqa: F401 -- loaded before the freeze below
 

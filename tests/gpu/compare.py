@@ -178,12 +178,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    from .setting import missing
+    from .setting import require
 
-    why = None if arguments.plugin else missing(arguments.device)
-    if why is not None:
-        say(why)
-        return 2
+    if not arguments.plugin:
+        require(arguments.device)
     options = settings.Options(device=arguments.device, plugin=arguments.plugin, forwards=5)
     if arguments.small:
         options = replace(options, blocks=(5, 5), heads=1, tokens=16, bus_mib=4, warmups=1, forwards=2)

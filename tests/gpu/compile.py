@@ -142,12 +142,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--backends", default="inductor")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    from .setting import missing
+    from .setting import require
 
-    why = missing(options.device)
-    if why is not None:
-        say(why)
-        return 2
+    require(options.device)
     if options.child:
         child(options)
         return 0

@@ -259,12 +259,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="", help="a part of the names of the scenarios to play")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    from .setting import missing
+    from .setting import require
 
-    why = missing(options.device)
-    if why is not None:
-        say(why)
-        return 2
+    require(options.device)
     if options.child:
         child(options)
         end(0)

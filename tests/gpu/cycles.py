@@ -160,12 +160,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--allowed", type=float, default=ALLOWED_MIB, help="MiB that the process may grow by")
     options = parser.parse_args(argv)
-    from .setting import missing, setting
+    from .setting import require, setting
 
-    why = missing(options.device)
-    if why is not None:
-        say(why)
-        return 2
+    require(options.device)
     place = setting(options.device)
     import diffusers.hooks  # noqa: F401
 

@@ -41,10 +41,7 @@ def main(argv: list[str]) -> int:
         return _one(options)
     from . import setting
 
-    why = setting.missing(options.device)
-    if why is not None:
-        _say(why)
-        return 2
+    setting.require(options.device)
     return _all(options, time.monotonic() + options.time_limit)
 
 

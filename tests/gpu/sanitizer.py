@@ -246,11 +246,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     from tests.cells import MODES
 
-    from .setting import missing
+    from .setting import require
 
-    why = missing(options.device)
-    if why is not None or not options.device.startswith("cuda"):
-        say(why or "the sanitizer watches CUDA devices only")
+    require(options.device)
+    if not options.device.startswith("cuda"):
+        say("the sanitizer watches CUDA devices only")
         return 2
     if options.child:
         child(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -39,6 +40,14 @@ def setting(name: str = "cuda") -> Setting:
     device = torch.device(name)
     device = torch.device(device.type, device.index or 0)
     return Setting(device=device, enable=enable, live_bytes=lambda: _live_bytes(device), pinned_bytes=_pinned_bytes)
+
+
+def require(name: str) -> None:
+    """Ends the program with status 2, and says why, where cells cannot run on the named device."""
+    why = missing(name)
+    if why is not None:
+        sys.stdout.write(f"{why}\n")
+        sys.exit(2)
 
 
 def missing(name: str) -> str | None:

@@ -36,12 +36,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quants", default="none,int8")
     options = parser.parse_args(argv)
-    from .setting import missing
+    from .setting import require
 
-    why = missing(options.device)
-    if why is not None:
-        say(why)
-        return 2
+    require(options.device)
     import diffusers_offload_fix  # noqa: F401
     from tests import stress
 
