@@ -257,13 +257,15 @@ class Load:
             self._left -= 1
             if self._left:
                 return
-        if self._buffer is not None:
-            # Now, not with each piece: several threads may have sent from it, and the event that was noted last need not be the latest.
-            sending = self._pieces[0].sending
-            self._buffer.sent = sending.streams.mark(sending.stream)
-        self._pool.put(self._buffer, self._reserved)
-        # Pieces and their load know each other: the buffer would stay until the garbage collector comes by.
-        self._buffer, self._pieces = None, []
+        try:
+            if self._buffer is not None:
+                # Now, not with each piece: of the events of several threads, the one that was noted last need not be the latest.
+                sending = self._pieces[0].sending
+                self._buffer.sent = sending.streams.mark(sending.stream)
+        finally:
+            self._pool.put(self._buffer, self._reserved)
+            # Pieces and their load know each other: the buffer would stay until the garbage collector comes by.
+            self._buffer, self._pieces = None, []
 
     def _may_fill(self) -> bool:
         """Waits until all pieces have memory, or there is a buffer for what comes before it; True for such a buffer.

@@ -157,6 +157,7 @@ def test_nobody_waits_for_a_device_that_fails(ring: Any, monkeypatch: pytest.Mon
         with pytest.raises(RuntimeError, match="the device is lost"):
             one.done.result(timeout=20)
     stream.synchronize()
+    assert ring._pool.state == (len(ring._buffers), ring.ahead)
 
 
 def test_a_thread_that_waits_for_room_gives_up(ring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
