@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,26 @@ def test_a_trace_is_counted_within_the_forward() -> None:
     copies = [event("Memcpy HtoD (Pinned -> Device)", 25, 29, "CUDA"), event("Memcpy DtoH (Device -> Pageable)", 25, 29, "CUDA")]
     assert counts.tally([span, event(counts.FORWARD, 12, 28, "CUDA"), *seen, *copies]) == {"waits": 1, "copies": 1}
     assert counts.tally([span, *seen]) == {}
+
+
+def test_whoever_is_interrupted_tells_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    head = {"about": {"device": "a GPU"}, "bus": BUS, "weights": {"none": WEIGHTS}}
+    lines = ["% " + json.dumps(head), "= " + json.dumps({"none/block/b1": case(5.0)}), "@ a step that takes long"]
+    script = f"import sys, time\nfor line in {lines!r}: print(line, flush=True)\ntime.sleep(60)"
+    out = io.StringIO()
+    child = parent.Child(settings.Options(), "patched", ("none",), tmp_path, time.time() + 60, parent.Progress(out, 2))
+    monkeypatch.setattr(child, "_command", lambda: [sys.executable, "-c", script])
+
+    def hear(line: str) -> None:
+        parent.Child.hear(child, line)
+        if "takes long" in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "hear", hear)
+    found = child.run()
+    assert child.interrupted and "interrupted" in found["error"] and found["bus"] == BUS
+    text = results.report(results.merge(settings.Options(modes=("block",)), [("patched", found)]))
+    assert "a GPU" in text and "| 5.0 " in text and "interrupted" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")

@@ -15,7 +15,7 @@ from tests import sim
 from tests.gpu import cycles
 from tests.kinds import contract
 
-TIMES = 20
+TIMES = 50
 #: A process that only moves such a model back and forth grows as well for some thirty rounds: libraries fill caches of their own.
 WARM_UP = 40
 MIB = 1 << 20

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -29,6 +31,9 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"{problem}\n")
         return 2
     options.timeline = arguments.plot is not None
+    # What was measured until then is told, as after Ctrl-C.
+    with contextlib.suppress(ValueError):  # outside the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     merged = measure(options)
     text = json.dumps(merged, indent=2) if arguments.json else results.report(merged)
     sys.stdout.write(f"{text}\n")
@@ -41,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(options: settings.Options) -> dict[str, Any]:
-    """Runs each variant in processes of its own, one after another, and merges what they say.
+    """Runs each variant in processes of its own, one after another, and merges what they say, until it is interrupted.
 
     Resident models cannot break each other, so they share a process; offloaded ones have one for each kind of weights.
     """
@@ -52,6 +57,8 @@ def measure(options: settings.Options) -> dict[str, Any]:
         for job in settings.processes(options):
             child = Child(options, job.variant, job.quants, Path(folder), deadline, progress, job.counting)
             children.append((job.variant, child.run()))
+            if child.interrupted:
+                break
     progress.close()
     return results.merge(options, children)
 

@@ -16,7 +16,7 @@ from diffusers_offload_fix import switches
 from .options import Options
 
 #: First characters of the lines that a child writes while it works; its last line is the whole result as JSON.
-STEP, CASE, COUNT = "@ ", "= ", "# "
+STEP, CASE, COUNT, HEAD = "@ ", "= ", "# ", "% "
 WIDTH = 24
 
 
@@ -64,10 +64,12 @@ class Child:
         self.deadline, self.progress, self.counting = deadline, progress, counting
         self.cases: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
+        self.head: dict[str, Any] = {}
         self.result: dict[str, Any] | None = None
+        self.interrupted = False
 
     def run(self) -> dict[str, Any]:
-        """What the child found; if it died or ran out of time, what it had found until then, and `error`."""
+        """What the child found; if it died, was interrupted or ran out of time, what it had found until then, and `error`."""
         left = self.deadline - time.time()
         if left < 1:
             return {"cases": {}, "error": "not run: the time limit was reached"}
@@ -80,17 +82,26 @@ class Child:
                 assert process.stdout is not None
                 for line in process.stdout:
                     self.hear(line)
-                status = process.wait()
+                process.wait()
+            except KeyboardInterrupt:
+                self.interrupted = True
             finally:
                 killer.cancel()
                 if process.poll() is None:
                     process.kill()
         if self.result is not None:
             return self.result
+        error = f"ended with status {process.wait()}: {self._reason(log)}"
+        self.progress.case(f"{self.variant}: {error}")
+        return {**self.head, "cases": self.cases, "counts": self.counts, "error": error}
+
+    def _reason(self, log: Path) -> str:
+        if self.interrupted:
+            return "interrupted"
+        if time.time() > self.deadline:
+            return "the time limit was reached"
         tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-        reason = "the time limit was reached" if time.time() > self.deadline else " ".join(tail)[:300]
-        self.progress.case(f"{self.variant}: ended with status {status}: {reason}")
-        return {"cases": self.cases, "counts": self.counts, "error": f"ended with status {status}: {reason}"}
+        return " ".join(tail)[:300]
 
     def hear(self, line: str) -> None:
         """Takes one line of the child's output."""
@@ -107,6 +118,8 @@ class Child:
             for key, case in found.items():
                 figures = ", ".join(f"{value} {figure}" for figure, value in case.items())
                 self.progress.case(f"{self.variant:10s} {key:34s} {figures}")
+        elif line.startswith(HEAD):
+            self.head = json.loads(line[len(HEAD) :])
         elif line.startswith("{"):
             self.result = json.loads(line)
 

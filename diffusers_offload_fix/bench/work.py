@@ -26,7 +26,7 @@ from diffusers_offload_fix import backend, versions
 from . import build, counts, host
 from .drive import Drive
 from .options import DISK_MODES, MODES, Options
-from .parent import CASE, COUNT, STEP
+from .parent import CASE, COUNT, HEAD, STEP
 from .results import name
 from .timeline import record
 
@@ -43,12 +43,13 @@ class Worker:
         self.wanted = [case for case in options.cases(variant) if case[0] in quants]
         self.cases: dict[str, Any] = {}
         self.weights: dict[str, int] = {}
+        self.bus: dict[str, float] = {}
         self.base = 0
 
     def run(self) -> dict[str, Any]:
         """Measures the bus, then every case."""
         say(STEP, "measures the bus")
-        bus = host.bus(self.device, self.options.bus_mib)
+        self.bus = host.bus(self.device, self.options.bus_mib)
         host.release(self.device)
         for quant, mode in dict.fromkeys(case[:2] for case in self.wanted):
             batches = [batch for *what, batch in self.wanted if what == [quant, mode]]
@@ -61,8 +62,10 @@ class Worker:
                 traceback.print_exc()
                 self._keep_all(quant, mode, batches, {"error": _brief(error)})
             host.release(self.device)
-        head = {"variant": self.variant, "about": about(self.device), "bus": bus, "weights": self.weights}
-        return {**head, "cases": self.cases}
+        return {**self._head(), "cases": self.cases}
+
+    def _head(self) -> dict[str, Any]:
+        return {"variant": self.variant, "about": about(self.device), "bus": self.bus, "weights": self.weights}
 
     def _mode(self, quant: str, mode: str, batches: list[int]) -> None:
         """One way of offloading, for every batch size."""
@@ -82,6 +85,8 @@ class Worker:
         say(STEP, f"{quant} {mode}: builds the model")
         model = build.model(self.options, quant, self.device)
         self.weights[quant] = build.weight_bytes(model)
+        # Now: whoever is killed later has said it.
+        say(HEAD, json.dumps(self._head()))
         host.release(self.device)
         # Inputs are in the device's figures; what earlier cases left behind is not.
         self.base = host.allocated(self.device)

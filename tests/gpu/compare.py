@@ -108,6 +108,8 @@ def run(options: settings.Options, wanted: list[Entry], site: Path | None, limit
             row = {"label": entry.label, "mode": entry.mode, "quant": entry.quant, "variant": entry.variant, **case, "error": error}
             row |= {"weights": result.get("weights", {}).get(entry.quant), "bus": result.get("bus"), "about": result.get("about")}
             found.append({**row, "allowed": resident, "kept": result.get("kept")})
+            if process.interrupted:
+                break
     progress.close()
     floors(found)
     return found
