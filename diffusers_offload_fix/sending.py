@@ -167,6 +167,8 @@ class Sending:
                 event = self._arrived()
         except BaseException as error:
             self.failed(error)
+        # Before anybody is told: a thread that has not gone on yet must not keep device memory.
+        self.memory, self._waits = None, []
         if self._error is not None:
             self.done.set_exception(self._error)
         else:

@@ -268,6 +268,15 @@ def test_one_home_that_fails_takes_no_other_with_it_unless_it_shares_the_call(ri
     assert ring._pool.state == (len(ring._buffers), ring.ahead)
 
 
+def test_what_has_arrived_holds_no_device_memory(ring: Any) -> None:
+    of, seen = home(3), list[Any]()
+    one = ring.send(of, backend.Streams(torch.device("npu:0")).new(), room(of))
+    one.done.add_done_callback(lambda _: seen.append(one.memory))
+    ring.flush()
+    until(lambda: bool(seen))
+    assert seen == [None]
+
+
 def test_buffers_go_without_the_garbage_collector(npu: torch.device) -> None:
     before = sim.counters()["pinned_bytes"]
     of, streams = home(3), backend.Streams(npu)
