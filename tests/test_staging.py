@@ -270,11 +270,12 @@ def test_one_home_that_fails_takes_no_other_with_it_unless_it_shares_the_call(ri
 
 def test_what_has_arrived_holds_no_device_memory(ring: Any) -> None:
     of, seen = home(3), list[Any]()
-    one = ring.send(of, backend.Streams(torch.device("npu:0")).new(), room(of))
+    memory = room(of)
+    one = ring.send(of, backend.Streams(torch.device("npu:0")).new(), memory)
     one.done.add_done_callback(lambda _: seen.append(one.memory))
     ring.flush()
     until(lambda: bool(seen))
-    assert seen == [None]
+    assert seen == [None] and arrived(one, of, memory)
 
 
 def test_buffers_go_without_the_garbage_collector(npu: torch.device) -> None:
