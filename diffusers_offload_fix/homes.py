@@ -123,11 +123,7 @@ def _slab_home(layout: Layout, device: torch.device, pinned: bool) -> Home:
         for region, source in zip(layout.slices(backend.as_tensor(block, 0, layout.nbytes, torch.uint8)), layout.sources):
             region.copy_(source)
 
-    if pinned:
-        block = backend.pinned_memory(layout.nbytes, device, fill)
-    else:
-        block = backend.ordinary_memory(layout.nbytes)
-        fill(block)
+    block = backend.pinned_memory(layout.nbytes, device, fill) if pinned else backend.ordinary_memory(layout.nbytes, fill)
     layout.sources.clear()
     adoption.remember(block, pinned)
     slab = backend.as_tensor(block, 0, layout.nbytes, torch.uint8)

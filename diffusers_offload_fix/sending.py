@@ -123,7 +123,7 @@ class Sending:
                 self.ship(piece)
             except BaseException as error:
                 self.failed(error)
-            piece.end()
+            piece.finish()
         return True
 
     def refuse(self) -> None:
@@ -132,7 +132,7 @@ class Sending:
             self.decided.set()
             filled, self._filled = self._filled, []
         for piece in filled:
-            piece.end()
+            piece.finish()
 
     def keep(self, piece: Piece) -> bool:
         """Keeps a filled piece until there is room; False if that is decided."""
@@ -149,7 +149,7 @@ class Sending:
             if not event.query():
                 self.stream.wait_event(event)
         with self.streams.on(self.stream):
-            self.memory[piece.start : piece.end_].copy_(piece.memory, non_blocking=True)
+            self.memory[piece.start : piece.end].copy_(piece.memory, non_blocking=True)
 
     def failed(self, error: BaseException) -> None:
         """Notes what went wrong with a piece."""
@@ -185,32 +185,32 @@ class Sending:
 
 
 class Piece:
-    """Bytes `start` to `end_` of a home, and their place in the buffer of its load once that is found."""
+    """Bytes `start` to `end` of a home, and their place in the buffer of its load once that is found."""
 
-    __slots__ = ("_over", "end_", "load", "memory", "sending", "start")
+    __slots__ = ("_over", "end", "load", "memory", "sending", "start")
 
     def __init__(self, sending: Sending, start: int, end: int) -> None:
-        self.sending, self.start, self.end_ = sending, start, end
+        self.sending, self.start, self.end = sending, start, end
         self.load: Load
         self.memory: Tensor
         self._over = False
 
     @property
     def nbytes(self) -> int:
-        return align(self.end_ - self.start)
+        return align(self.end - self.start)
 
     @property
     def source(self) -> Tensor:
         """The bytes, where they can be copied from as they are: in a slab in memory."""
         assert self.sending.home.slab is not None
-        return self.sending.home.slab[self.start : self.end_]
+        return self.sending.home.slab[self.start : self.end]
 
     @property
     def is_copied(self) -> bool:
         """True if the bytes only have to be copied; files are read, and a home without a slab is gathered."""
         return self.sending.home.slab is not None and not self.sending.home.is_file
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Notes that the piece is through. Harmless the second time."""
         if self._over:
             return
@@ -251,7 +251,7 @@ class Load:
                     piece.sending.failed(error)
         for piece in pieces:
             if piece not in kept:
-                piece.end()
+                piece.finish()
 
     def ended(self) -> None:
         """Notes that a piece is through; after the last one the buffer is given back."""
@@ -288,7 +288,7 @@ class Load:
         self._buffer = self._pool.take()
         start = 0
         for piece in pieces:
-            piece.memory = self._buffer.memory[start : start + piece.end_ - piece.start]
+            piece.memory = self._buffer.memory[start : start + piece.end - piece.start]
             start += piece.nbytes
         self._buffer.wait()
 
@@ -316,7 +316,7 @@ class Load:
         targets, sources = [], []
         for piece in pieces:
             assert piece.sending.memory is not None
-            targets += [piece.memory, piece.sending.memory[piece.start : piece.end_]]
+            targets += [piece.memory, piece.sending.memory[piece.start : piece.end]]
             sources += [piece.source, piece.memory]
         sending = pieces[0].sending
         with sending.streams.on(sending.stream):

@@ -196,7 +196,7 @@ class Counter(Worker):
             host.release(self.device)
             if time.time() > self.deadline:
                 break
-        return {"variant": self.variant, "about": about(self.device), "cases": {}, "counts": self.cases}
+        return {**self._head(), "cases": {}, "counts": self.cases}
 
     def _count(self, quant: str, mode: str, batch: int, folder: Path | None) -> None:
         say(STEP, f"{quant} {mode}: counts")
