@@ -251,20 +251,8 @@ def test_without_an_accelerator_it_says_so() -> None:
 def test_a_tiny_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
     sizes = ["--heads", "1", "--blocks", "1,2", "--tokens", "16", "--bus-mib", "4", "--warmups", "1", "--forwards", "2"]
     modes = ["--modes", "block+stream,leaf+stream+low,block+stream+disk", "--folder", str(tmp_path)]
-    done = bench(
-        "--plugin",
-        "tests.sim.loaded",
-        "--device",
-        "npu",
-        "--quant",
-        "int8",
-        *sizes,
-        *modes,
-        "--counts",
-        "--json",
-        "--time-limit",
-        "200",
-    )
+    what = ["--plugin", "tests.sim.loaded", "--device", "npu", "--quant", "int8", "--counts", "--json", "--time-limit", "200"]
+    done = bench(*what, *sizes, *modes)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["errors"] == {} and found["weights"]["int8"] > 0

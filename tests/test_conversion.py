@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.composed import adapters, models, scenes
 from tests.kinds import contract
 from tests.pairs import SORTS, WAYS, Pair, every
 from tests.pipelines.builders import NAMED, modules
+from tests.warned import Warned
 
 HALF = torch.float16
 REFUSED = "moving it"
@@ -50,24 +50,9 @@ MOVES: dict[str, Callable[[Any, torch.device], Any]] = {
 }
 
 
-class Warnings(logging.Handler):
+def warnings() -> Warned:
     """What diffusers and the plugin warn of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        for name in ("diffusers", "diffusers_offload_fix"):
-            logging.getLogger(name).addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        for name in ("diffusers", "diffusers_offload_fix"):
-            logging.getLogger(name).removeHandler(self)
+    return Warned("diffusers", "diffusers_offload_fix")
 
 
 def forward(model: Any, device: torch.device) -> torch.Tensor:
@@ -102,7 +87,7 @@ def test_the_dtype_is_applied_and_the_device_is_not(call: str, npu: torch.device
     convert, has_device = CALLS[call]
     for mode in ("block+stream", "leaf"):
         resident, model = models.flux().to(npu, HALF), offloaded(npu, mode)
-        with Warnings() as lines:
+        with warnings() as lines:
             assert convert(model, npu) is model
         assert refusals(lines) == has_device
         assert sum("float32" in line for line in lines) <= 1
@@ -119,7 +104,7 @@ def test_the_dtype_is_applied_and_the_device_is_not(call: str, npu: torch.device
 def test_a_device_alone_changes_nothing(move: str, npu: torch.device) -> None:
     resident, model = models.flux().to(npu), offloaded(npu)
     held = [(p, p.data_ptr(), p._version) for p in model.parameters()]
-    with Warnings() as lines:
+    with warnings() as lines:
         assert MOVES[move](model, npu) is model
     assert refusals(lines) == 1
     assert [(p, p.data_ptr(), p._version) for p in model.parameters()] == held
@@ -144,10 +129,10 @@ def test_the_memory_format_is_applied(more: dict[str, Any], npu: torch.device) -
 def test_a_quantised_model_refuses_as_a_whole(call: str, npu: torch.device) -> None:
     model = offloaded(npu)
     model.is_quantized = True
-    with Warnings() as lines, pytest.raises(ValueError, match="Casting a quantized model"):
+    with warnings() as lines, pytest.raises(ValueError, match="Casting a quantized model"):
         CALLS[call][0](model, npu)
     assert refusals(lines) == 0 and dtypes(model) == {torch.bfloat16}
-    with Warnings() as lines:
+    with warnings() as lines:
         model.to(npu)
         model.to(npu, None)
     assert refusals(lines) == 2
@@ -165,7 +150,7 @@ def test_a_quantised_model_refuses_as_a_whole(call: str, npu: torch.device) -> N
 def test_what_torch_refuses_changes_nothing(arguments: Any, error: type, npu: torch.device) -> None:
     model = offloaded(npu)
     for net in (models.flux(), model):
-        with Warnings() as lines, pytest.raises(error):
+        with warnings() as lines, pytest.raises(error):
             net.to(*arguments)
     assert refusals(lines) == 0 and dtypes(model) == {torch.bfloat16}
 
@@ -173,7 +158,7 @@ def test_what_torch_refuses_changes_nothing(arguments: Any, error: type, npu: to
 def test_a_model_with_an_offloaded_part(npu: torch.device) -> None:
     model = models.flux()
     simulated.enable(model.transformer_blocks[0], npu, cells.MODES["leaf"])
-    with Warnings() as lines:
+    with warnings() as lines:
         model.to(npu, HALF)
     assert refusals(lines) == 1 and dtypes(model) == {HALF}
     assert contract.leaves_off(model, "cpu") == []
@@ -181,7 +166,7 @@ def test_a_model_with_an_offloaded_part(npu: torch.device) -> None:
 
 def test_a_model_that_is_not_offloaded_is_upstreams(npu: torch.device) -> None:
     model = models.flux()
-    with Warnings() as lines:
+    with warnings() as lines:
         assert model.to(npu, HALF) is model
     assert refusals(lines) == 0 and dtypes(model) == {HALF} and contract.leaves_off(model, npu) == []
 
@@ -216,7 +201,7 @@ def test_a_pipeline_converts_all_of_its_components(components: tuple[str, ...], 
         simulated.enable(getattr(pipe, name), npu, cells.MODES["leaf+stream"])
     with sim.xpu_shim():
         resident.to(npu, HALF)
-        with Warnings() as lines:
+        with warnings() as lines:
             assert convert(pipe, npu) is pipe
     assert refusals(lines) == (len(components) if has_device else 0)
     for module in modules(pipe).values():
@@ -232,7 +217,7 @@ def test_a_quantised_component_keeps_its_dtype(npu: torch.device) -> None:
     pipe = NAMED["sd3"].build()
     simulated.enable(pipe.transformer, npu, cells.MODES["leaf"])
     pipe.transformer.is_quantized = True
-    with Warnings() as lines:
+    with warnings() as lines:
         pipe.to(torch.bfloat16)
     assert [line for line in lines if "quantised" in line] == [
         f"{type(pipe.transformer).__name__} is quantised: its weights are not converted to torch.bfloat16."
@@ -252,7 +237,7 @@ def test_a_modular_pipeline(call: str, npu: torch.device) -> None:
     pipe.__dict__.update(parts, hf_device_map=None, _component_specs=dict.fromkeys(parts), _config_specs={})
     for name in ("transformer", "text_encoder"):
         simulated.enable(parts[name], npu, cells.MODES["leaf+stream"])
-    with Warnings() as lines:
+    with warnings() as lines:
         assert convert(pipe, npu) is pipe
     assert refusals(lines) == (2 if has_device else 0)
     for name, module in parts.items():

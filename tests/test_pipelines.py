@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from tests.kinds import contract
 from tests.pairs import live_bytes
 from tests.pipelines.builders import NAMED, modules
 from tests.pipelines.cells import MODES, Expected, Place, enable, faults, resident
+from tests.warned import Warned
 
 WEIGHTS = ("plain", "torchao-int8", "quanto-qint8")
 TINY = NAMED["sd3"]
@@ -69,31 +69,13 @@ def hooked(pipe: Any) -> list[str]:
     return [name for name, module in modules(pipe).items() if any(True for _ in hooks_below(module))]
 
 
-class Lines(logging.Handler):
-    """The plugin's warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("diffusers_offload_fix").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("diffusers_offload_fix").removeHandler(self)
-
-
 @pytest.mark.parametrize("mode", ("block+stream", "leaf"))
 def test_a_component_that_is_not_supported_stays_resident(mode: str, npu: torch.device) -> None:
     if not has_enable():
         pytest.skip("this diffusers cannot offload a whole pipeline")
     pipe = TINY.build()
     pipe.vae._supports_group_offloading = False
-    with Lines() as lines, sim.xpu_shim():
+    with Warned("diffusers_offload_fix") as lines, sim.xpu_shim():
         pipe.enable_group_offload(npu, **MODES[mode])
         pipe.enable_group_offload(npu, exclude_modules="vae", **MODES[mode])
     [line] = lines

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .setting import VARIANTS
 from .table import align, say, shorten
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ def child(options: argparse.Namespace) -> None:
 def measure(device: str, kinds: str, backends: str, timeout: float = 500) -> dict[str, dict[str, Any]]:
     """The figures of both variants, by case."""
     results = {}
-    for variant, switch in (("unpatched", "0"), ("patched", "1")):
+    for variant, switch in VARIANTS.items():
         command = [sys.executable, "-m", "tests.gpu.compile", "--child"]
         command += ["--device", device, "--kinds", kinds, "--backends", backends]
         environment = {**os.environ, "DIFFUSERS_OFFLOAD_FIX": switch}

@@ -23,14 +23,13 @@ import torch
 
 from tests.cells import MODES, Setting
 
+from .setting import VARIANTS
 from .table import align, end, say, shorten
 
 ROOT = Path(__file__).resolve().parents[2]
 UNRUN = "not run"
 #: What begins the result of a scenario that the resident model does not survive either.
 ALIKE = "resident too: "
-#: Each variant, and what switches the plugin on or off for it.
-VARIANTS = {"unpatched": "0", "patched": "1"}
 
 Scenario = Callable[[Setting], list[str]]
 
@@ -89,14 +88,19 @@ def _pair(place: Setting, weights: str = "plain") -> tuple[Any, Any]:
 
 
 def _forwards(place: Setting, resident: Any, model: Any) -> list[str]:
-    from tests.composed import models
-
     found = []
     for seed in range(3):
-        with torch.no_grad():
-            wanted, got = (net(**models.flux_inputs(place.device, seed), return_dict=False)[0] for net in (resident, model))
+        wanted, got = (_output(place, net, seed) for net in (resident, model))
         found += _differences(f"forward {seed + 1}", [got], [wanted])
     return found
+
+
+def _output(place: Setting, net: Any, seed: int) -> torch.Tensor:
+    from tests.composed import models
+
+    with torch.no_grad():
+        output: torch.Tensor = net(**models.flux_inputs(place.device, seed), return_dict=False)[0]
+    return output
 
 
 def _differences(when: str, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[str]:
@@ -156,7 +160,7 @@ def _compile(weights: str, how: str) -> Scenario:
         for net in (resident, model):
             net.compile(backend=backend) if how == "whole" else net.compile_repeated_blocks(backend=backend)
         try:
-            _forwards(place, resident, resident)
+            _output(place, resident, seed=0)
         except Exception as error:
             return [f"{ALIKE}{type(error).__name__}: {error}"]
         return _forwards(place, resident, model)
@@ -243,7 +247,7 @@ def table(results: dict[str, dict[str, list[str]]]) -> str:
     """One row a scenario: the first fault of each variant, or "ok"."""
     names = list(dict.fromkeys(name for found in results.values() for name in found))
     rows = [(name, *(_words(results[variant].get(name)) for variant in VARIANTS)) for name in names]
-    return align(rows, ("scenario", "unpatched", "patched"))
+    return align(rows, ("scenario", *VARIANTS))
 
 
 def _words(found: list[str] | None) -> str:

@@ -10,6 +10,9 @@ from torch import nn
 
 from tests.cells import Mode, Setting
 
+#: Each variant that is compared, and what switches the plugin on or off for it.
+VARIANTS = {"unpatched": "0", "patched": "1"}
+
 
 def enable(model: nn.Module, device: torch.device, mode: Mode, **more: Any) -> None:
     """`apply_group_offloading` as a user calls it."""

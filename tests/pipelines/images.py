@@ -13,6 +13,16 @@ from .encoders import clip_config
 from .parts import TOKENS, WIDTH, absent, flow, kl, numbers
 from .weights import made
 
+
+def _control(pipe: Any, argument: str, scale: float) -> dict[str, Any]:
+    """What a call gives to one ControlNet, or to each of several."""
+    image = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+    nets = getattr(pipe.controlnet, "nets", None)
+    if nets is None:
+        return {argument: image}
+    return {argument: [image] * len(nets), "controlnet_conditioning_scale": [scale] * len(nets)}
+
+
 # Flux --------------------
 
 
@@ -75,10 +85,7 @@ def call_flux(pipe: Any, device: torch.device, generator: torch.Generator, **mor
 
 
 def call_flux_controlnet(pipe: Any, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    image = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-    nets = getattr(pipe.controlnet, "nets", None)
-    many = {} if nets is None else {"controlnet_conditioning_scale": [1.0] * len(nets)}
-    return call_flux(pipe, device, generator, control_image=image if nets is None else [image] * len(nets), **many)
+    return call_flux(pipe, device, generator, **_control(pipe, "control_image", 1.0))
 
 
 # Stable Diffusion 3 --------------------
@@ -222,7 +229,4 @@ def call_sdxl(pipe: Any, device: torch.device, generator: torch.Generator, **mor
 
 
 def call_sdxl_controlnet(pipe: Any, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    image = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-    nets = getattr(pipe.controlnet, "nets", None)
-    many = {} if nets is None else {"controlnet_conditioning_scale": [0.5] * len(nets)}
-    return call_sdxl(pipe, device, generator, image=image if nets is None else [image] * len(nets), **many)
+    return call_sdxl(pipe, device, generator, **_control(pipe, "image", 0.5))
