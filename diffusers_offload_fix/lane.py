@@ -275,7 +275,8 @@ class Lane:
 
     def _stage_unit(self, unit: Unit) -> bool:
         unit.lane = self
-        return unit.intact() and self.transfer.stage(unit)
+        # What was staged and is no longer intact is found out when its group runs.
+        return self.transfer.is_staged(unit) or (self.transfer.stages(unit) and unit.intact() and self.transfer.stage(unit))
 
     def _prefetch_unit(self, unit: Unit) -> bool:
         if (slot := self._own_slot(unit, False, True) if self._is_small(unit) else self._take(unit)) is not None:

@@ -128,7 +128,7 @@ class Worker:
             found = self._timed(model, arguments)
             outputs = found.pop("outputs")
             if folder is not None:
-                found |= Drive(folder).rates(lambda: 1000 * self._time(model, arguments)[0])
+                found |= Drive(folder).rates(lambda: self._time(model, arguments))
             if self.options.timeline and mode != "resident":
                 found["timeline"] = record(lambda: model(**arguments), self.device)
         # Again after the forwards: staging buffers and copies that are made late are in it.
