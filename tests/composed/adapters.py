@@ -85,9 +85,9 @@ def unload_ip_adapter(unet: Any) -> None:
 def extend_vocabulary(encoder: Any) -> None:
     """What `load_textual_inversion` does to a text encoder: a larger embedding, with a vector for the new token."""
     size = encoder.config.vocab_size
+    # Before: transformers draws new rows with the generator of the device on which the embedding is.
     with models.seeded(13):
-        encoder.resize_token_embeddings(size + 1, mean_resizing=False)
         vectors = torch.randn(3, encoder.config.hidden_size)
+    encoder.resize_token_embeddings(size + 1, mean_resizing=False)
     weight = encoder.get_input_embeddings().weight
-    # The last one too: transformers draws it on the device, where another random generator draws other numbers.
     weight.data[size - 2 :] = vectors.to(weight.device, weight.dtype)
