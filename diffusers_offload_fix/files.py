@@ -42,6 +42,9 @@ HEAD = 1024
 WORN_SHARE = 8
 WORN_BYTES = 2**20
 
+#: Ranges that are to be read from memory, and how many bytes of them are known to have been written to.
+_Known = tuple[list[tuple[int, int]], int]
+
 
 class FileHome(Home):
     """Bytes of one unit in a file; `slab` is their private mapping."""
@@ -70,8 +73,8 @@ class FileHome(Home):
         end = start + len(target)
         into = _view(target)
 
-        def read(first: int, last: int) -> int:
-            return self._read(into[first - start : last - start], first, last)
+        def read(first: int, last: int, known: _Known | None = None) -> int:
+            return self._read(into[first - start : last - start], first, last, known)
 
         pieces = disk.parts(start, end)
         # What the page cache has is read by several threads. What the drive has, in order: the system then reads ahead, and caches in
@@ -79,14 +82,16 @@ class FileHome(Home):
         if pages.cached(self._address, [at for first, last in pieces for at in (first, last - 1)]):
             private = sum(disk.spread(read, pieces))
         else:
-            private = sum(read(*piece) for piece in pieces)
+            known = [self._ranges(*piece) for piece in pieces]
+            with disk.turn():
+                private = sum(read(*piece, ranges) for piece, ranges in zip(pieces, known))
         self._private = private + (self._private if start else 0)
         if end == self.layout.nbytes:
             self.worn = self._private > max(end // WORN_SHARE, WORN_BYTES) and not self._lasting
 
-    def _read(self, into: memoryview, start: int, end: int) -> int:
-        """Reads a part, its private pages from memory; returns how many bytes are known to be private."""
-        ranges, private = self._ranges(start, end)
+    def _read(self, into: memoryview, start: int, end: int, known: _Known | None = None) -> int:
+        """Reads a part, its private pages (`known`, if they were asked for before) from memory; returns how many bytes these are."""
+        ranges, private = known or self._ranges(start, end)
         at = start
         for first, last in [*ranges, (end, end)]:
             if at < first:
@@ -95,7 +100,7 @@ class FileHome(Home):
             at = last
         return private
 
-    def _ranges(self, start: int, end: int) -> tuple[list[tuple[int, int]], int]:
+    def _ranges(self, start: int, end: int) -> _Known:
         """What of a part is to be read from memory, and how many bytes of it are known to have been written to."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         told = self._told and self.file.fd is not None

@@ -24,6 +24,8 @@ CHUNK = 32 * 2**20
 #: Threads. A single one is held up whenever the thread that runs the model wants one of its cores: measured on 16 cores beside a busy
 #: thread, one thread of 16 OpenMP threads copies at 2 to 19 GB/s, three of 4 at 54 to 66.
 WORKERS = 3
+#: Threads for files: one reads, and another passes on what it has read.
+READERS = 2
 #: Buffers for each thread. With one, a thread waits for its own copy before it fills again: measured with pieces of 16 MiB on an H200,
 #: one passes 32 GB/s, two 50. Half of them may be filled with what comes next while the device has no room for it.
 BUFFERS = 2
@@ -34,7 +36,7 @@ class Ring:
 
     Args:
         largest: bytes of the largest unit that will pass through; the buffers take at most three times as many.
-        threads: how many threads; one for files, which are read one at a time and from start to end, so that the system reads ahead.
+        threads: how many threads.
 
     Attributes:
         chunk: bytes of one buffer.

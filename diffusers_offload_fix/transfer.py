@@ -17,7 +17,7 @@ from . import backend
 from .homes import Home, warn_unpinned
 from .sending import Sending
 from .slots import Slot
-from .staging import CHUNK, WORKERS, Ring, refuse_all
+from .staging import CHUNK, READERS, WORKERS, Ring, refuse_all
 from .unit import Unit
 
 #: Bytes under which a copy from unpinned memory is left to the driver.
@@ -202,7 +202,7 @@ class Transfer:
         if old := self._rings.pop(is_file, None):
             old.close()
         try:
-            ring = self._rings[is_file] = Ring(largest, self.streams, 1 if is_file else WORKERS)
+            ring = self._rings[is_file] = Ring(largest, self.streams, READERS if is_file else WORKERS)
         except backend.PinError as error:
             self._no_ring = True
             warn_unpinned(largest, error)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from diffusers_offload_fix.bench import counts, parent, results, targets, timeline
+from diffusers_offload_fix.bench import counts, drive, parent, results, targets, timeline
 from diffusers_offload_fix.bench import options as settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,6 +230,24 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     file = tmp_path / "bench.png"
     plot.draw(merged(), file)
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_drive_counts_what_was_read_while_a_forward_ran(tmp_path: Path) -> None:
+    """What comes first in the next forward is read after its end: the size of the weights would flatter the rate."""
+    half, seconds = 4 << 20, 0.1
+    (tmp_path / "weights").write_bytes(bytes(2 * half))
+
+    def forward() -> None:
+        with (tmp_path / "weights").open("rb") as file:
+            file.read(half)
+        time.sleep(seconds)
+
+    found = drive.Drive(tmp_path).rates(forward)
+    assert found["disk_bytes"] == 2 * half
+    most = half / seconds / 1e9
+    for kind in ("cold_gbs", "warm_gbs"):
+        assert 0.2 * most < found[kind] < 1.05 * most
+    assert found["sequential_warm_gbs"] > most and found["cold_ms"] > 1000 * seconds
 
 
 def bench(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:

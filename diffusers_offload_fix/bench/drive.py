@@ -13,6 +13,8 @@ import torch
 
 #: Bytes that one call reads.
 PIECE = 32 << 20
+#: Bytes that a process reads in a moment although it reads no weights.
+SMALL = 1 << 20
 
 
 class Drive:
@@ -60,29 +62,50 @@ class Drive:
     def rates(self, forward: Callable[[], object], times: int = 3) -> dict[str, float]:
         """Rates in GB/s (1e9) of reading in order and of forwards, by turns, with an empty page cache and with a full one.
 
+        A forward's is that of the bytes which were read while it ran: what comes first in the next one is read after its end.
         Empty where the system has no way to empty the cache.
         """
         if not hasattr(os, "posix_fadvise"):
             return {}
-        total = times * self.nbytes / 1e9
-        cold, cold_forward = self._turns(forward, times, self.forget)
-        warm, warm_forward = self._turns(forward, times, lambda: None)
+        (cold, _), (cold_forward, seconds) = self._turns(forward, times, self.forget)
+        (warm, _), (warm_forward, _) = self._turns(forward, times, lambda: None)
         return {
             "disk_bytes": self.nbytes,
-            "sequential_cold_gbs": total / cold,
-            "sequential_warm_gbs": total / warm,
-            "cold_ms": 1000 * cold_forward / times,
-            "cold_gbs": total / cold_forward,
-            "warm_gbs": total / warm_forward,
+            "sequential_cold_gbs": cold,
+            "sequential_warm_gbs": warm,
+            "cold_ms": 1000 * seconds,
+            "cold_gbs": cold_forward,
+            "warm_gbs": warm_forward,
         }
 
-    def _turns(self, forward: Callable[[], object], times: int, before: Callable[[], None]) -> tuple[float, float]:
-        """Seconds of reading and of forwards, in all."""
-        found = [0.0, 0.0]
+    def _turns(self, forward: Callable[[], object], times: int, before: Callable[[], None]) -> list[tuple[float, float]]:
+        """The rate (GB/s) and the mean time (seconds) of reading in order, and those of forwards."""
+        seconds, nbytes = [0.0, 0.0], [0, 0]
         for _ in range(times):
             for turn, what in enumerate((self.read, forward)):
+                _settle()
                 before()
-                start = time.perf_counter()
+                start, had = time.perf_counter(), bytes_read()
                 what()
-                found[turn] += time.perf_counter() - start
-        return found[0], found[1]
+                seconds[turn] += time.perf_counter() - start
+                read = bytes_read() - had
+                nbytes[turn] += read if read > SMALL else self.nbytes
+        return [(total / spent / 1e9, spent / times) for total, spent in zip(nbytes, seconds)]
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files until now, cached or not; 0 where the system does not count them."""
+    try:
+        counters = Path("/proc/self/io").read_text()
+    except OSError:
+        return 0
+    return int(counters.split("rchar:")[1].split()[0])
+
+
+def _settle(pause: float = 0.1, limit: float = 10.0) -> None:
+    """Waits until nothing is being read any more, `limit` seconds at most: what is read ahead would slow down what is timed next."""
+    end = time.monotonic() + limit
+    before = -SMALL
+    while bytes_read() - before > SMALL and time.monotonic() < end:
+        before = bytes_read()
+        time.sleep(pause)
