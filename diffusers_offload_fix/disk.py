@@ -267,7 +267,7 @@ _turn = threading.Lock()
 
 
 def turn() -> threading.Lock:
-    """Held by whoever reads from the drive: it is fastest when it is read in order, and so does the system read ahead."""
+    """Held by the thread that reads from the drive, which is fastest, and read ahead by the system, when it is read in order."""
     return _turn
 
 

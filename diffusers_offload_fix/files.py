@@ -44,6 +44,8 @@ WORN_BYTES = 2**20
 
 #: Ranges that are to be read from memory, and how many bytes of them are known to have been written to.
 _Known = tuple[list[tuple[int, int]], int]
+#: That of each part, or None where all of it is in the page cache.
+_Found = list[_Known] | None
 
 
 class FileHome(Home):
@@ -61,11 +63,20 @@ class FileHome(Home):
         self._memory = _view(slab)
         self._address = block.ctypes.data
         self._told = told
-        self._private = 0
+        self._private: dict[int, int] = {}
         self._lasting = False
 
-    def gather(self, target: Tensor, start: int) -> None:
-        """Reads the bytes from `start` on into `target`.
+    def look(self, start: int, end: int) -> _Found:
+        """What is known of the bytes from `start` to `end` before they are read: what takes a while, and needs no drive."""
+        pieces = disk.parts(start, end)
+        # What the page cache has is read by several threads. What the drive has, in order: the system then reads ahead, and caches in
+        # large pieces, which are read several times faster afterwards.
+        if pages.cached(self._address, [at for first, last in pieces for at in (first, last - 1)]):
+            return None
+        return [self._ranges(*piece) for piece in pieces]
+
+    def gather(self, target: Tensor, start: int, found: _Found = None) -> None:
+        """Reads the bytes from `start` on into `target`; `found` by `look`.
 
         Raises:
             DiskError: the disk does not give them back.
@@ -77,17 +88,11 @@ class FileHome(Home):
             return self._read(into[first - start : last - start], first, last, known)
 
         pieces = disk.parts(start, end)
-        # What the page cache has is read by several threads. What the drive has, in order: the system then reads ahead, and caches in
-        # large pieces, which are read several times faster afterwards.
-        if pages.cached(self._address, [at for first, last in pieces for at in (first, last - 1)]):
-            private = sum(disk.spread(read, pieces))
-        else:
-            known = [self._ranges(*piece) for piece in pieces]
-            with disk.turn():
-                private = sum(read(*piece, ranges) for piece, ranges in zip(pieces, known))
-        self._private = private + (self._private if start else 0)
-        if end == self.layout.nbytes:
-            self.worn = self._private > max(end // WORN_SHARE, WORN_BYTES) and not self._lasting
+        read_parts = disk.spread(read, pieces) if found is None else [read(*piece, known) for piece, known in zip(pieces, found)]
+        # By piece: two threads may read the pieces of a home in any order.
+        self._private[start] = sum(read_parts)
+        total = self.layout.nbytes
+        self.worn = sum(self._private.values()) > max(total // WORN_SHARE, WORN_BYTES) and not self._lasting
 
     def _read(self, into: memoryview, start: int, end: int, known: _Known | None = None) -> int:
         """Reads a part, its private pages (`known`, if they were asked for before) from memory; returns how many bytes these are."""
@@ -117,7 +122,7 @@ class FileHome(Home):
         piece = torch.empty(min(PIECE, total), dtype=torch.uint8)
         for start in range(0, total, PIECE):
             part = piece[: total - start]
-            self.gather(part, start)
+            self.gather(part, start, self.look(start, start + len(part)))
             memory[start : start + len(part)].copy_(part)
         self.layout.unpack(memory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend
+from . import backend, disk
 from .homes import Home
 from .layout import align
 
@@ -296,20 +297,31 @@ class Load:
         """Fills the buffer and sends what has room; adds to `kept` what is kept until it has."""
         copied = [piece for piece in pieces if piece.is_copied]
         through = [piece for piece in copied if piece.sending.is_free]
-        first = [piece for piece in copied if piece not in through]
+        filled = [piece for piece in copied if piece not in through]
         if through:
             self._through(through)
-        if first:
-            torch._foreach_copy_([piece.memory for piece in first], [piece.source for piece in first])
-        for piece in pieces:
-            if piece in through:
-                continue
-            if piece not in first:
-                piece.sending.home.gather(piece.memory, piece.start)
-            if piece.sending.keep(piece):
-                kept.append(piece)
-            elif piece.sending.memory is not None:
-                piece.sending.ship(piece)
+        if filled:
+            torch._foreach_copy_([piece.memory for piece in filled], [piece.source for piece in filled])
+        try:
+            if len(copied) < len(pieces):
+                self._gather([piece for piece in pieces if not piece.is_copied], filled)
+        finally:
+            # What was read before an error is good.
+            for piece in filled:
+                if piece.sending.keep(piece):
+                    kept.append(piece)
+                elif piece.sending.memory is not None:
+                    piece.sending.ship(piece)
+
+    @staticmethod
+    def _gather(pieces: list[Piece], done: list[Piece]) -> None:
+        found = [piece.sending.home.look(piece.start, piece.end) for piece in pieces]
+        is_file = any(piece.sending.home.is_file for piece in pieces)
+        # All of them in one turn, and nothing else: another thread waits for it.
+        with disk.turn() if is_file else contextlib.nullcontext():
+            for piece, known in zip(pieces, found):
+                piece.sending.home.gather(piece.memory, piece.start, known)
+                done.append(piece)
 
     @staticmethod
     def _through(pieces: list[Piece]) -> None:

@@ -132,6 +132,10 @@ def test_what_is_counted_is_not_timed_in_the_same_process() -> None:
     jobs = settings.processes(options)
     assert jobs[3:] == [job._replace(counting=True) for job in jobs[:3]]
     assert options.steps() == 2 * (1 + 2 * 2) + 1 + 2 * 2
+    several = dataclasses.replace(options, quants=("none", "int8"))
+    counted = [job[:2] for job in settings.processes(several) if job.counting]
+    ours = [(variant, (quant,)) for quant in ("none", "int8") for variant in ("resident", "patched")]
+    assert counted == [*ours, ("unpatched", ("none",)), ("unpatched", ("int8",))]
     plain = settings.from_arguments(settings.parser().parse_args([]))
     assert plain.counted("patched") == [] and not any(job.counting for job in settings.processes(plain))
     assert {case[1] for case in targeted().counted("patched")} == {"block+stream", "leaf+stream"}

@@ -128,8 +128,13 @@ def processes(options: Options) -> list[Job]:
     # The patched variant first: where the time is over too early, it is the one that is asked for.
     offloading = [variant for variant in ("patched", "unpatched") if variant in options.variants]
     jobs += [Job(variant, (quant,)) for quant in options.quants for variant in offloading]
-    # A profiler slows down what comes after it in its process, so that nothing may be timed there.
-    return jobs + [job._replace(counting=True) for job in jobs if options.counts]
+    if not options.counts:
+        return jobs
+    # A profiler slows down what comes after it in its process, so that nothing may be timed there. What the targets ask for comes
+    # first: the patched variant, and the resident model, whose allocations are not the weights'.
+    ours = [variant for variant in ("resident", "patched") if variant in options.variants]
+    jobs += [Job(variant, (quant,), counting=True) for quant in options.quants for variant in ours]
+    return jobs + [Job(variant, (quant,), counting=True) for quant in options.quants for variant in offloading if variant not in ours]
 
 
 def parser() -> argparse.ArgumentParser:
