@@ -263,23 +263,6 @@ def spread(work: Callable[[int, int], Result], pieces: list[tuple[int, int]]) ->
         wait([job for job in jobs if job is not None])
 
 
-_turn = threading.Lock()
-
-
-def turn() -> threading.Lock:
-    """Held by the thread that reads from the drive, which is fastest, and read ahead by the system, when it is read in order."""
-    return _turn
-
-
-def _renew_turn() -> None:
-    global _turn
-    _turn = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    # The thread that holds it does not survive.
-    os.register_at_fork(after_in_child=_renew_turn)
-
 _pool: tuple[int, ThreadPoolExecutor] | None = None
 _pool_lock = threading.RLock()
 

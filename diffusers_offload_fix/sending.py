@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend, disk
+from . import backend
 from .homes import Home
 from .layout import align
 
@@ -225,9 +224,15 @@ class Piece:
 
 
 class Load:
-    """Pieces that share a buffer and a stream. Each call takes the interpreter from the model, so small ones go together."""
+    """Pieces that share a buffer and a stream. Each call takes the interpreter from the model, so small ones go together.
 
-    def __init__(self, pool: Pool, pieces: list[Piece]) -> None:
+    Where loads are read in order, this one is read after the event `before` and sets the event `read`.
+    """
+
+    def __init__(
+        self, pool: Pool, pieces: list[Piece], before: threading.Event | None = None, read: threading.Event | None = None
+    ) -> None:
+        self._before, self._read = before, read
         self._pool = pool
         self._pieces = pieces
         self._buffer: Buffer | None = None
@@ -250,6 +255,7 @@ class Load:
             for piece in pieces:
                 if piece not in kept:
                     piece.sending.failed(error)
+        self._was_read()
         for piece in pieces:
             if piece not in kept:
                 piece.finish()
@@ -313,15 +319,24 @@ class Load:
                 elif piece.sending.memory is not None:
                     piece.sending.ship(piece)
 
-    @staticmethod
-    def _gather(pieces: list[Piece], done: list[Piece]) -> None:
+    def _gather(self, pieces: list[Piece], done: list[Piece]) -> None:
         found = [piece.sending.home.look(piece.start, piece.end) for piece in pieces]
-        is_file = any(piece.sending.home.is_file for piece in pieces)
-        # All of them in one turn, and nothing else: another thread waits for it.
-        with disk.turn() if is_file else contextlib.nullcontext():
-            for piece, known in zip(pieces, found):
-                piece.sending.home.gather(piece.memory, piece.start, known)
-                done.append(piece)
+        self._wait_for_turn()
+        for piece, known in zip(pieces, found):
+            piece.sending.home.gather(piece.memory, piece.start, known)
+            done.append(piece)
+        # Now, not when it is on its way: the next one waits.
+        self._was_read()
+
+    def _wait_for_turn(self) -> None:
+        if self._before is not None:
+            self._before.wait()
+
+    def _was_read(self) -> None:
+        if self._read is not None and not self._read.is_set():
+            # One that nobody wants is no gap in the order.
+            self._wait_for_turn()
+            self._read.set()
 
     @staticmethod
     def _through(pieces: list[Piece]) -> None:

@@ -249,15 +249,16 @@ def test_d8_every_byte_is_read_once_in_a_forward(npu: torch.device, tmp_path: Pa
 
 
 @pytest.mark.parametrize("level", ("block_level", "leaf_level"))
-def test_a_drive_is_read_by_one_thread_at_a_time(
+def test_a_drive_is_read_in_order_by_one_thread_at_a_time(
     level: str, npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = enable(make("plain-bfloat16"), npu, tmp_path, use_stream=True, offload_type=level)
-    busy, most, calls = threading.Lock(), [], []
+    busy, most, calls, offsets = threading.Lock(), [], [], []
     real = os.preadv
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         calls.append(threading.get_ident())
+        offsets.append(offset)
         most.append(busy.acquire(blocking=False))
         try:
             time.sleep(0.002)
@@ -268,19 +269,16 @@ def test_a_drive_is_read_by_one_thread_at_a_time(
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(pages, "cached", lambda *_: False)
-    for _ in range(3):
+    orders = []
+    for _ in range(4):
         forward(model, KINDS["plain-bfloat16"].build()[1].to(npu))
+        orders.append(tuple(offsets))
+        offsets.clear()
     assert len(calls) > 6 and all(most)
+    # Once the order of groups is known, the order of bytes is that, whichever thread is faster.
+    assert len(set(orders[1:])) == 1
     # Another passes on what was read meanwhile.
     assert 1 < len(set(calls)) <= staging.READERS
-
-
-def test_a_fork_while_a_drive_is_read_leaves_nobody_waiting() -> None:
-    with disk.turn():
-        child = os.fork()
-        if not child:
-            os._exit(0 if disk.turn().acquire(timeout=5) else 1)
-        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_memory_is_only_taken_by_what_is_written(npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
