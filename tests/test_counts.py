@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import math
 
 import pytest
 import torch
 
-from diffusers_offload_fix import idle, lane
+from diffusers_offload_fix import idle, lane, unit
 from diffusers_offload_fix.bench import build, counts, targets
 from tests import sim
 from tests.pairs import SORTS, Pair, every
@@ -64,3 +65,20 @@ def test_the_host_never_waits(name: str, way: str, npu: torch.device, monkeypatc
 def test_no_memory_is_allocated_for_weights(name: str, way: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     _, added = steady(name, way, npu, monkeypatch)
     assert added["allocations"] == 0
+
+
+@every(("name", SORTS), ("way", ("block+stream", "leaf+stream")))
+def test_what_a_group_holds_is_looked_at_once_a_forward(
+    name: str, way: str, npu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, _ = steady(name, way, npu, monkeypatch)
+    looks = collections.Counter[int]()
+    real = unit.Unit.intact
+
+    def intact(self: unit.Unit) -> bool:
+        looks[id(self)] += 1
+        return real(self)
+
+    monkeypatch.setattr(unit.Unit, "intact", intact)
+    counted(pair.model, pair.example)
+    assert looks and set(looks.values()) == {1}
