@@ -63,7 +63,7 @@ class FileHome(Home):
         self._memory = _view(slab)
         self._address = block.ctypes.data
         self._told = told
-        self._private: dict[int, int] = {}
+        self._private = 0
         self._lasting = False
 
     def look(self, start: int, end: int) -> _Found:
@@ -89,10 +89,10 @@ class FileHome(Home):
 
         pieces = disk.parts(start, end)
         read_parts = disk.spread(read, pieces) if found is None else [read(*piece, known) for piece, known in zip(pieces, found)]
-        # By piece: two threads may read the pieces of a home in any order.
-        self._private[start] = sum(read_parts)
-        total = self.layout.nbytes
-        self.worn = sum(self._private.values()) > max(total // WORN_SHARE, WORN_BYTES) and not self._lasting
+        # Pieces of a home are read in order.
+        self._private = sum(read_parts) + (self._private if start else 0)
+        if end == self.layout.nbytes:
+            self.worn = self._private > max(end // WORN_SHARE, WORN_BYTES) and not self._lasting
 
     def _read(self, into: memoryview, start: int, end: int, known: _Known | None = None) -> int:
         """Reads a part, its private pages (`known`, if they were asked for before) from memory; returns how many bytes these are."""

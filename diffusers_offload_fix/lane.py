@@ -275,8 +275,7 @@ class Lane:
 
     def _stage_unit(self, unit: Unit) -> bool:
         unit.lane = self
-        # What was staged and is no longer intact is found out when its group runs.
-        return self.transfer.is_staged(unit) or (self.transfer.stages(unit) and unit.intact() and self.transfer.stage(unit))
+        return self.transfer.stage(unit)
 
     def _prefetch_unit(self, unit: Unit) -> bool:
         if (slot := self._own_slot(unit, False, True) if self._is_small(unit) else self._take(unit)) is not None:

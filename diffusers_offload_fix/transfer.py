@@ -82,18 +82,13 @@ class Transfer:
         ring.flush()
         sending.done.result().synchronize()
 
-    def is_staged(self, unit: Unit) -> bool:
-        """True if staging buffers hold the unit, or are being filled with it."""
-        return unit in self._staged
-
-    def stages(self, unit: Unit) -> bool:
-        """True if the unit passes through a ring."""
-        return self._ring_for(unit) is not None
-
     def stage(self, unit: Unit) -> bool:
         """Fills staging buffers with a unit for which the device has no room yet; False if there is nothing or no one to fill."""
+        # What was staged and is no longer intact is found out when its group runs.
+        if unit in self._staged:
+            return True
         ring = self._ring_for(unit)
-        if ring is None:
+        if ring is None or not unit.intact():
             return False
         loads = {held.load: held.sending.pieces for held in self._staged.values()}
         if sum(loads.values()) >= ring.ahead and not ring.has_room(unit.home, self.stream):

@@ -253,18 +253,18 @@ def test_a_drive_is_read_in_order_by_one_thread_at_a_time(
     level: str, npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = enable(make("plain-bfloat16"), npu, tmp_path, use_stream=True, offload_type=level)
-    busy, most, calls, offsets = threading.Lock(), [], [], []
+    busy, alone, calls, offsets = threading.Lock(), [], [], []
     real = os.preadv
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         calls.append(threading.get_ident())
         offsets.append(offset)
-        most.append(busy.acquire(blocking=False))
+        alone.append(busy.acquire(blocking=False))
         try:
             time.sleep(0.002)
             return real(fd, buffers, offset, flags)
         finally:
-            if most[-1]:
+            if alone[-1]:
                 busy.release()
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -274,7 +274,7 @@ def test_a_drive_is_read_in_order_by_one_thread_at_a_time(
         forward(model, KINDS["plain-bfloat16"].build()[1].to(npu))
         orders.append(tuple(offsets))
         offsets.clear()
-    assert len(calls) > 6 and all(most)
+    assert len(calls) > 6 and all(alone)
     # Once the order of groups is known, the order of bytes is that, whichever thread is faster.
     assert len(set(orders[1:])) == 1
     # Another passes on what was read meanwhile.

@@ -132,9 +132,9 @@ def processes(options: Options) -> list[Job]:
         return jobs
     # A profiler slows down what comes after it in its process, so that nothing may be timed there. What the targets ask for comes
     # first: the patched variant, and the resident model, whose allocations are not the weights'.
-    ours = [variant for variant in ("resident", "patched") if variant in options.variants]
-    jobs += [Job(variant, (quant,), counting=True) for quant in options.quants for variant in ours]
-    return jobs + [Job(variant, (quant,), counting=True) for quant in options.quants for variant in offloading if variant not in ours]
+    variants = [variant for variant in ("resident", "patched", "unpatched") if variant in options.variants]
+    counted = [Job(variant, (quant,), counting=True) for quant in options.quants for variant in variants]
+    return jobs + sorted(counted, key=lambda job: job.variant == "unpatched")
 
 
 def parser() -> argparse.ArgumentParser:
