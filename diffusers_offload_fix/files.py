@@ -42,11 +42,6 @@ HEAD = 1024
 WORN_SHARE = 8
 WORN_BYTES = 2**20
 
-#: Ranges that are to be read from memory, and how many bytes of them are known to have been written to.
-_Known = tuple[list[tuple[int, int]], int]
-#: That of each part, or None where all of it is in the page cache.
-_Found = list[_Known] | None
-
 
 class FileHome(Home):
     """Bytes of one unit in a file; `slab` is their private mapping."""
@@ -63,20 +58,12 @@ class FileHome(Home):
         self._memory = _view(slab)
         self._address = block.ctypes.data
         self._told = told
-        self._private = 0
+        # Bytes that were written to, by the start of what was read.
+        self._private: dict[int, int] = {}
         self._lasting = False
 
-    def look(self, start: int, end: int) -> _Found:
-        """What is known of the bytes from `start` to `end` before they are read: what takes a while, and needs no drive."""
-        pieces = disk.parts(start, end)
-        # What the page cache has is read by several threads. What the drive has, in order: the system then reads ahead, and caches in
-        # large pieces, which are read several times faster afterwards.
-        if pages.cached(self._address, [at for first, last in pieces for at in (first, last - 1)]):
-            return None
-        return [self._ranges(*piece) for piece in pieces]
-
-    def gather(self, target: Tensor, start: int, found: _Found = None) -> None:
-        """Reads the bytes from `start` on into `target`; `found` by `look`.
+    def gather(self, target: Tensor, start: int) -> None:
+        """Reads the bytes from `start` on into `target`. Several threads may do so at a time, with other bytes each.
 
         Raises:
             DiskError: the disk does not give them back.
@@ -84,19 +71,22 @@ class FileHome(Home):
         end = start + len(target)
         into = _view(target)
 
-        def read(first: int, last: int, known: _Known | None = None) -> int:
-            return self._read(into[first - start : last - start], first, last, known)
+        def read(first: int, last: int) -> int:
+            return self._read(into[first - start : last - start], first, last)
 
         pieces = disk.parts(start, end)
-        read_parts = disk.spread(read, pieces) if found is None else [read(*piece, known) for piece, known in zip(pieces, found)]
-        # Pieces of a home are read in order.
-        self._private = sum(read_parts) + (self._private if start else 0)
-        if end == self.layout.nbytes:
-            self.worn = self._private > max(end // WORN_SHARE, WORN_BYTES) and not self._lasting
+        # What the page cache has is read by several threads. What the drive has, by one call: the system then asks for much at once,
+        # and caches in large pieces, which are read several times faster afterwards.
+        if pages.cached(self._address, [at for first, last in pieces for at in (first, last - 1)]):
+            self._private[start] = sum(disk.spread(read, pieces))
+        else:
+            self._private[start] = read(start, end)
+        # A list, since other threads add to it.
+        self.worn = sum(list(self._private.values())) > max(self.layout.nbytes // WORN_SHARE, WORN_BYTES) and not self._lasting
 
-    def _read(self, into: memoryview, start: int, end: int, known: _Known | None = None) -> int:
-        """Reads a part, its private pages (`known`, if they were asked for before) from memory; returns how many bytes these are."""
-        ranges, private = known or self._ranges(start, end)
+    def _read(self, into: memoryview, start: int, end: int) -> int:
+        """Reads a part, its private pages from memory; returns how many bytes are known to be private."""
+        ranges, private = self._ranges(start, end)
         at = start
         for first, last in [*ranges, (end, end)]:
             if at < first:
@@ -105,7 +95,7 @@ class FileHome(Home):
             at = last
         return private
 
-    def _ranges(self, start: int, end: int) -> _Known:
+    def _ranges(self, start: int, end: int) -> tuple[list[tuple[int, int]], int]:
         """What of a part is to be read from memory, and how many bytes of it are known to have been written to."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         told = self._told and self.file.fd is not None
@@ -122,7 +112,7 @@ class FileHome(Home):
         piece = torch.empty(min(PIECE, total), dtype=torch.uint8)
         for start in range(0, total, PIECE):
             part = piece[: total - start]
-            self.gather(part, start, self.look(start, start + len(part)))
+            self.gather(part, start)
             memory[start : start + len(part)].copy_(part)
         self.layout.unpack(memory)
 

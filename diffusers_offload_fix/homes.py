@@ -57,11 +57,8 @@ class Home:
         start = self.slab.data_ptr()
         return start <= leaf.data_ptr() < start + len(self.slab)
 
-    def look(self, start: int, end: int) -> Any:
-        """What `gather` had better know of these bytes, from a call that may take a while."""
-
-    def gather(self, target: Tensor, start: int, found: Any = None) -> None:
-        """Copies the bytes from `start` on into `target` (a 1-d uint8 host tensor), as many as it holds; `found` by `look`."""
+    def gather(self, target: Tensor, start: int) -> None:
+        """Copies the bytes from `start` on into `target` (a 1-d uint8 host tensor), as many as it holds."""
         end = start + len(target)
         if self.slab is not None:
             target.copy_(self.slab[start:end])

@@ -224,15 +224,9 @@ class Piece:
 
 
 class Load:
-    """Pieces that share a buffer and a stream. Each call takes the interpreter from the model, so small ones go together.
+    """Pieces that share a buffer and a stream. Each call takes the interpreter from the model, so small ones go together."""
 
-    Where loads are read in order, this one is read after the event `before` and sets the event `read`.
-    """
-
-    def __init__(
-        self, pool: Pool, pieces: list[Piece], before: threading.Event | None = None, read: threading.Event | None = None
-    ) -> None:
-        self._before, self._read = before, read
+    def __init__(self, pool: Pool, pieces: list[Piece]) -> None:
         self._pool = pool
         self._pieces = pieces
         self._buffer: Buffer | None = None
@@ -255,7 +249,6 @@ class Load:
             for piece in pieces:
                 if piece not in kept:
                     piece.sending.failed(error)
-        self._was_read()
         for piece in pieces:
             if piece not in kept:
                 piece.finish()
@@ -309,8 +302,10 @@ class Load:
         if filled:
             torch._foreach_copy_([piece.memory for piece in filled], [piece.source for piece in filled])
         try:
-            if len(copied) < len(pieces):
-                self._gather([piece for piece in pieces if not piece.is_copied], filled)
+            for piece in pieces:
+                if piece not in copied:
+                    piece.sending.home.gather(piece.memory, piece.start)
+                    filled.append(piece)
         finally:
             # What was read before an error is good.
             for piece in filled:
@@ -318,25 +313,6 @@ class Load:
                     kept.append(piece)
                 elif piece.sending.memory is not None:
                     piece.sending.ship(piece)
-
-    def _gather(self, pieces: list[Piece], done: list[Piece]) -> None:
-        found = [piece.sending.home.look(piece.start, piece.end) for piece in pieces]
-        self._wait_for_turn()
-        for piece, known in zip(pieces, found):
-            piece.sending.home.gather(piece.memory, piece.start, known)
-            done.append(piece)
-        # Now, not when it is on its way: the next one waits.
-        self._was_read()
-
-    def _wait_for_turn(self) -> None:
-        if self._before is not None:
-            self._before.wait()
-
-    def _was_read(self) -> None:
-        if self._read is not None and not self._read.is_set():
-            # One that nobody wants is no gap in the order.
-            self._wait_for_turn()
-            self._read.set()
 
     @staticmethod
     def _through(pieces: list[Piece]) -> None:

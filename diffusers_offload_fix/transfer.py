@@ -197,7 +197,7 @@ class Transfer:
         if old := self._rings.pop(is_file, None):
             old.close()
         try:
-            ring = self._rings[is_file] = Ring(largest, self.streams, READERS if is_file else WORKERS, in_order=is_file)
+            ring = self._rings[is_file] = Ring(largest, self.streams, READERS if is_file else WORKERS)
         except backend.PinError as error:
             self._no_ring = True
             warn_unpinned(largest, error)

@@ -123,11 +123,11 @@ def test_an_error_is_told_once_no_thread_writes_any_more(ring: Any, when: str, m
     of, memory = home(9), room(home(9))
     real, seen = Home.gather, []
 
-    def gather(self: Home, target: torch.Tensor, start: int, found: object) -> None:
+    def gather(self: Home, target: torch.Tensor, start: int) -> None:
         seen.append(start)
         if start == CHUNK:
             raise OSError("the disk is gone")
-        real(self, target, start, found)
+        real(self, target, start)
 
     monkeypatch.setattr(Home, "gather", gather)
     # A slab in memory is not gathered, but copied.
@@ -247,10 +247,10 @@ def test_one_home_that_fails_takes_no_other_with_it_unless_it_shares_the_call(ri
     homes = small(3)
     real = Home.gather
 
-    def gather(self: Home, target: torch.Tensor, start: int, found: object) -> None:
+    def gather(self: Home, target: torch.Tensor, start: int) -> None:
         if self is homes[1]:
             raise OSError("the disk is gone")
-        real(self, target, start, found)
+        real(self, target, start)
 
     monkeypatch.setattr(Home, "gather", gather)
     monkeypatch.setattr(sending.Piece, "is_copied", False)
