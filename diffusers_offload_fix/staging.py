@@ -25,7 +25,7 @@ CHUNK = 32 * 2**20
 #: thread, one thread of 16 OpenMP threads copies at 2 to 19 GB/s, three of 4 at 54 to 66.
 WORKERS = 3
 #: Threads for files. While one reads a whole load in one call, the other passes on what it has read and asks for the next: a drive that
-#: always has something asked of it is fastest. Measured with an empty page cache on two virtual drives: two threads that take turns in
+#: always has something asked of it is fastest. Measured with an empty page cache on a virtual drive: two threads that take turns in
 #: parts of 4 MiB read at 1.24 to 1.27 GB/s, two at a time in whole loads at 1.58 to 1.94, three at 1.52 to 1.67.
 READERS = 2
 #: Buffers for each thread. With one, a thread waits for its own copy before it fills again: measured with pieces of 16 MiB on an H200,
