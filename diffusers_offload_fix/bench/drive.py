@@ -59,7 +59,7 @@ class Drive:
                 while done := os.preadv(fd, [target], at):
                     at += done
 
-    def rates(self, forward: Callable[[], object], times: int = 3) -> dict[str, float]:
+    def rates(self, forward: Callable[[], object], times: int = 5) -> dict[str, float]:
         """Rates in GB/s (1e9) of reading in order and of forwards, by turns, with an empty page cache and with a full one.
 
         A forward's is that of the bytes which were read while it ran: what comes first in the next one is read after its end.
