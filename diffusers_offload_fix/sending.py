@@ -296,23 +296,20 @@ class Load:
         """Fills the buffer and sends what has room; adds to `kept` what is kept until it has."""
         copied = [piece for piece in pieces if piece.is_copied]
         through = [piece for piece in copied if piece.sending.is_free]
-        filled = [piece for piece in copied if piece not in through]
+        first = [piece for piece in copied if piece not in through]
         if through:
             self._through(through)
-        if filled:
-            torch._foreach_copy_([piece.memory for piece in filled], [piece.source for piece in filled])
-        try:
-            for piece in pieces:
-                if piece not in copied:
-                    piece.sending.home.gather(piece.memory, piece.start)
-                    filled.append(piece)
-        finally:
-            # What was read before an error is good.
-            for piece in filled:
-                if piece.sending.keep(piece):
-                    kept.append(piece)
-                elif piece.sending.memory is not None:
-                    piece.sending.ship(piece)
+        if first:
+            torch._foreach_copy_([piece.memory for piece in first], [piece.source for piece in first])
+        for piece in pieces:
+            if piece in through:
+                continue
+            if piece not in first:
+                piece.sending.home.gather(piece.memory, piece.start)
+            if piece.sending.keep(piece):
+                kept.append(piece)
+            elif piece.sending.memory is not None:
+                piece.sending.ship(piece)
 
     @staticmethod
     def _through(pieces: list[Piece]) -> None:
