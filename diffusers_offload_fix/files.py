@@ -58,7 +58,7 @@ class FileHome(Home):
         self._memory = _view(slab)
         self._address = block.ctypes.data
         self._told = told
-        # Bytes that were written to, by the start of what was read.
+        # How many bytes were written to, by the start of what was read.
         self._private: dict[int, int] = {}
         self._lasting = False
 
@@ -78,10 +78,17 @@ class FileHome(Home):
         # What the page cache has is read by several threads. What the drive has, by one call: the system then asks for much at once,
         # and caches in large pieces, which are read several times faster afterwards.
         if pages.cached(self._address, [at for first, last in pieces for at in (first, last - 1)]):
-            self._private[start] = sum(disk.spread(read, pieces))
+            private = sum(disk.spread(read, pieces))
         else:
-            self._private[start] = read(start, end)
-        # A list, since other threads add to it.
+            private = read(start, end)
+        self._note(start, end, private)
+
+    def _note(self, start: int, end: int, private: int) -> None:
+        """Notes how many of the bytes that were just read are private; other threads may do so meanwhile for other bytes."""
+        # Pieces of another size were read before a larger ring was made: what is known of them would count twice.
+        for at in [at for at in list(self._private) if start < at < end]:
+            del self._private[at]
+        self._private[start] = private
         self.worn = sum(list(self._private.values())) > max(self.layout.nbytes // WORN_SHARE, WORN_BYTES) and not self._lasting
 
     def _read(self, into: memoryview, start: int, end: int) -> int:
